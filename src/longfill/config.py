@@ -1,0 +1,158 @@
+"""Every knob of the engine: name, default, unit and range, in one validated object.
+
+Imports errors only. The command line's flags, the help texts and `docs/` are made from these fields, so a knob exists
+once. A name that means the same as one of vLLM's has vLLM's name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from longfill.errors import ConfigError
+
+DType = Literal["auto", "float32", "bfloat16", "float16"]
+CacheDType = Literal["auto", "float32", "bfloat16", "fp8", "fp8_ds_mla"]
+IndexerCacheDType = Literal["auto", "float32", "fp8"]
+AttentionPath = Literal["auto", "paged", "workspace"]
+
+DEFAULT_MEMORY_SHARE = 0.7
+"""Share of the memory that the cgroup (or the machine) allows, taken when no budget is given. The rest is left to the
+page cache, other processes and the fragmentation of the allocator."""
+
+
+def _knob(default: Any, help: str, *, unit: str = "", low: float | None = None, high: float | None = None) -> Any:
+    return field(default=default, metadata={"help": help, "unit": unit, "low": low, "high": high})
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineArgs:
+    """Arguments of `LLM(...)` and of every command that runs a model."""
+
+    model: str = _knob("needle", "A model folder, a Hugging Face hub id, or `needle` for the bundled model")
+    tokenizer: str | None = _knob(None, "Folder or hub id of the tokenizer (default: the model's)")
+    revision: str | None = _knob(None, "Hub revision (branch, tag or commit) of the model")
+    hf_overrides: Mapping[str, Any] | None = _knob(None, 'Fields that replace those of config.json, as JSON')
+    skip_tokenizer_init: bool = _knob(False, "Take and give token ids only; no tokenizer is loaded")
+    dtype: DType = _knob("auto", "Weights and activations (auto: the checkpoint's)")
+    seed: int = _knob(0, "Seed of sampling for requests that bring none", low=0, high=2**63 - 1)
+
+    max_model_len: int | None = _knob(
+        None, "Longest prompt plus output (default: the model's own limit)", unit="tokens", low=1
+    )
+    max_num_batched_tokens: int = _knob(4096, "Token budget of one step", unit="tokens", low=1)
+    max_num_seqs: int = _knob(64, "Requests running at once", low=1)
+
+    memory_budget: str | None = _knob(
+        None,
+        "Memory for everything: weights, KV pages, workspaces, logits, activations and the process itself, "
+        f"as 2GiB, 900MB... (default: {DEFAULT_MEMORY_SHARE:.0%} of what the cgroup allows)",
+        unit="bytes",
+    )
+    num_gpu_blocks_override: int | None = _knob(
+        None, "Pages of the KV pool (vLLM's name; default: what the memory budget leaves)", unit="pages", low=2
+    )
+    block_size: int = _knob(64, "Tokens in a KV page", unit="tokens", low=1, high=4096)
+    kv_cache_dtype: CacheDType = _knob("auto", "Latent rows of the KV cache (auto: the model's dtype)")
+    indexer_cache_dtype: IndexerCacheDType = _knob(
+        "auto", "Index keys of the KV cache (auto: float32 beside float32 latent rows, else fp8)"
+    )
+    enable_prefix_caching: bool = _knob(True, "Reuse the KV pages of equal prefixes")
+
+    attention_path: AttentionPath = _knob(
+        "auto", "Sparse attention reads pages directly (paged) or through a gathered bf16 workspace (workspace)"
+    )
+    sparse_mla_force_mqa: bool = _knob(
+        False, "Also run rows that select all their keys as sparse attention, never as dense"
+    )
+    sparse_mla_prefill_workspace_factor: int | None = _knob(
+        None, "Rows of the gather workspace as a multiple of max_model_len", low=1, high=64
+    )
+    sparse_indexer_max_logits_mb: int = _knob(
+        256, "Most memory that one query chunk's indexer scores take", unit="MiB", low=1, high=65536
+    )
+
+    num_threads: int | None = _knob(None, "Compute threads (default: the cgroup's CPU quota)", low=1, high=1024)
+    digest: bool = _knob(False, "Hash the sampled rows' fp32 logits into RequestOutput.digest")
+
+    def __post_init__(self) -> None:
+        for f in dataclasses.fields(self):
+            value, low, high = getattr(self, f.name), f.metadata["low"], f.metadata["high"]
+            flag = flag_name(f.name)
+            if value is None:
+                continue
+            choices = choices_of(f.name)
+            if choices and value not in choices:
+                raise ConfigError(f"{flag}: {value!r} is not one of {', '.join(choices)}")
+            if low is not None and (isinstance(value, bool) or not isinstance(value, int)):
+                raise ConfigError(f"{flag}: expected an integer, got {value!r}")
+            if (low is not None and value < low) or (high is not None and value > high):
+                unit = f" {f.metadata['unit']}" if f.metadata["unit"] else ""
+                upper = f" and at most {high:,}" if high is not None else ""
+                raise ConfigError(f"{flag}: {value:,} is out of range; at least {low:,}{upper}{unit}")
+        if self.memory_budget is not None:
+            parse_bytes(self.memory_budget)
+        if self.max_num_batched_tokens < 1:
+            raise ConfigError("--max-num-batched-tokens must be at least 1")
+
+
+def flag_name(knob: str) -> str:
+    """The command line's spelling of a knob: `max_model_len` -> `--max-model-len`."""
+    return "--" + knob.replace("_", "-")
+
+
+def choices_of(knob: str) -> tuple[str, ...]:
+    """Allowed values of a knob that is an enumeration, else an empty tuple."""
+    kinds = {
+        "dtype": DType,
+        "kv_cache_dtype": CacheDType,
+        "indexer_cache_dtype": IndexerCacheDType,
+        "attention_path": AttentionPath,
+    }
+    return get_args(kinds[knob]) if knob in kinds else ()
+
+
+_UNITS = {"": 1, "b": 1}
+_UNITS |= {f"{p}b": 1000**i for i, p in enumerate("kmgt", 1)}
+_UNITS |= {f"{p}ib": 1024**i for i, p in enumerate("kmgt", 1)}
+
+
+def parse_bytes(text: str) -> int:
+    """`"2GiB"` -> 2147483648. Units: B, kB, MB, GB, TB (powers of 1000), KiB, MiB, GiB, TiB (powers of 1024)."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
+    if match is None or match[2].lower() not in _UNITS:
+        raise ConfigError(f"--memory-budget: cannot read {text!r}; write for example 2GiB or 900MB")
+    value = int(float(match[1]) * _UNITS[match[2].lower()])
+    if value <= 0:
+        raise ConfigError(f"--memory-budget: {text!r} is not more than zero")
+    return value
+
+
+def cgroup_memory_limit(root: Path = Path("/sys/fs/cgroup")) -> int:
+    """Bytes that this process may use: the smaller of the cgroup's limit (v2 or v1) and the machine's memory."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for name in ("memory.max", "memory/memory.limit_in_bytes"):
+        try:
+            text = (root / name).read_text().strip()
+        except OSError:
+            continue
+        if text.isdigit():
+            total = min(total, int(text))
+    return total
+
+
+def cgroup_cpu_count(root: Path = Path("/sys/fs/cgroup")) -> int:
+    """Cores that this process may use: its affinity mask, cut by the cgroup v2 CPU quota (at least 1)."""
+    cores = len(os.sched_getaffinity(0))
+    try:
+        quota, period = (root / "cpu.max").read_text().split()
+    except (OSError, ValueError):
+        return cores
+    if quota.isdigit():
+        cores = min(cores, max(1, int(quota) // int(period)))
+    return cores

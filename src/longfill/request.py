@@ -1,0 +1,192 @@
+"""Request, SamplingParams and outputs: the nouns that cross every floor.
+
+Imports nothing of the house but errors. Invariant: a request's progress is two numbers only, `num_computed_tokens`
+chasing `num_tokens`; no field says "prefill" or "decode".
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from longfill.errors import RequestError
+
+TokenIds = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How to choose the next token; names and defaults are vLLM's.
+
+    `temperature` 0 is greedy (ties to the lower token id). `top_k` 0 or -1 means all tokens. `logprobs=n` returns the
+    chosen token's log-probability and those of the n most likely ones. `max_tokens=None` runs to the model's limit.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: str | Sequence[str] | None = None
+    stop_token_ids: Sequence[int] | None = None
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    max_tokens: int | None = 16
+    logprobs: int | None = None
+    skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        checks = [
+            (math.isfinite(self.temperature) and self.temperature >= 0, "temperature", "a finite number >= 0"),
+            (0 < self.top_p <= 1, "top_p", "in (0, 1]"),
+            (isinstance(self.top_k, int) and self.top_k >= -1, "top_k", "-1, 0 (all) or a positive count"),
+            (0 <= self.min_p <= 1, "min_p", "in [0, 1]"),
+            (self.max_tokens is None or self.max_tokens >= 1, "max_tokens", "at least 1, or None"),
+            (self.logprobs is None or 0 <= self.logprobs <= 64, "logprobs", "between 0 and 64"),
+            (self.seed is None or -(2**63) <= self.seed < 2**64, "seed", "a 64-bit integer"),
+            (all(s != "" for s in self.stop_strings), "stop", "free of empty strings"),
+            (all(t >= 0 for t in self.stop_token_ids or ()), "stop_token_ids", "token ids >= 0"),
+        ]
+        for ok, name, want in checks:
+            if not ok:
+                raise RequestError(f"{name} must be {want}, got {getattr(self, name)!r}")
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """`stop` as a tuple, whatever spelling it came in."""
+        if self.stop is None:
+            return ()
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+
+class RequestStatus(enum.Enum):
+    """Where a request stands in the scheduler's queues."""
+
+    WAITING = enum.auto()
+    RUNNING = enum.auto()
+    PREEMPTED = enum.auto()
+    FINISHED = enum.auto()
+
+
+class FinishReason(enum.StrEnum):
+    """Why a request ended; the API's names."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+class Request:
+    """One prompt on its way through the engine.
+
+    Token ids live in one growing int64 array (a million-token prompt costs 8 MB, not a list of boxed integers):
+    prompt first, sampled tokens behind.
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int] | TokenIds,
+        params: SamplingParams,
+        *,
+        arrival_time: float = 0.0,
+        cache_salt: str = "",
+    ) -> None:
+        self.request_id = request_id
+        self.params = params
+        self.arrival_time = arrival_time
+        self.cache_salt = cache_salt
+        prompt = np.asarray(prompt_token_ids, dtype=np.int64)
+        if prompt.ndim != 1 or prompt.size == 0:
+            raise RequestError(f"request {request_id}: the prompt is empty; give at least one token")
+        self.num_prompt_tokens = int(prompt.size)
+        self._tokens = prompt
+        self.num_tokens = self.num_prompt_tokens
+        self.num_computed_tokens = 0
+        self.num_cached_tokens = 0
+        """Tokens found in the prefix cache at the first admission (what usage reports as cached)."""
+        self.num_preemptions = 0
+        self.status = RequestStatus.WAITING
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: int | str | None = None
+
+    @property
+    def token_ids(self) -> TokenIds:
+        """All tokens so far, prompt and output: int64 [num_tokens], a read-only use of a view."""
+        return self._tokens[: self.num_tokens]
+
+    @property
+    def output_token_ids(self) -> TokenIds:
+        return self._tokens[self.num_prompt_tokens : self.num_tokens]
+
+    @property
+    def num_output_tokens(self) -> int:
+        return self.num_tokens - self.num_prompt_tokens
+
+    @property
+    def is_finished(self) -> bool:
+        return self.status is RequestStatus.FINISHED
+
+    def append_output(self, token_id: int) -> None:
+        """Add one sampled token."""
+        if self.num_tokens == self._tokens.size:
+            grown = np.empty(self.num_tokens + max(256, self.num_output_tokens), dtype=np.int64)
+            grown[: self.num_tokens] = self._tokens
+            self._tokens = grown
+        self._tokens[self.num_tokens] = token_id
+        self.num_tokens += 1
+
+
+@dataclass(frozen=True)
+class Logprob:
+    """Log-probability of a token before temperature, and its rank (1 = most likely)."""
+
+    logprob: float
+    rank: int
+    decoded_token: str | None = None
+
+
+@dataclass
+class CompletionOutput:
+    """One completion of a prompt."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None
+    stop_reason: int | str | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+    cumulative_logprob: float | None = None
+
+
+@dataclass
+class RequestMetrics:
+    """Times in seconds on the monotonic clock; counts of this request."""
+
+    arrival_time: float = 0.0
+    first_scheduled_time: float | None = None
+    first_token_time: float | None = None
+    finished_time: float | None = None
+    steps: int = 0
+    num_preemptions: int = 0
+
+
+@dataclass
+class RequestOutput:
+    """What `LLM.generate` returns for one prompt."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: TokenIds
+    outputs: list[CompletionOutput]
+    finished: bool
+    num_cached_tokens: int = 0
+    metrics: RequestMetrics = field(default_factory=RequestMetrics)
+    digest: str | None = None
+    """SHA-256 (hex) over the sampled rows' fp32 logits in order, when the engine runs with `digest=True`."""
