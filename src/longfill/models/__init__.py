@@ -1,0 +1,1 @@
+"""Models: config.json to layers, strict loading, and the forward pass."""

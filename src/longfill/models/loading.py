@@ -1,0 +1,262 @@
+"""Fill `ModelWeights` from a checkpoint, strictly.
+
+May import torch, the config and the checkpoint. Invariant: every parameter is filled exactly once with the right shape,
+every stored tensor is used or skipped for a stated reason, and no weight exists twice: a tensor is a view of the mapped
+file unless its dtype has to change, and then it is converted alone.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from longfill.errors import ModelError
+from longfill.models.checkpoint import Checkpoint
+from longfill.models.config import ModelConfig
+from longfill.models.weights import (
+    AttentionWeights,
+    IndexerWeights,
+    LayerWeights,
+    LinearWeight,
+    MlpWeights,
+    ModelWeights,
+    MoeWeights,
+    MtpWeights,
+)
+
+logger = logging.getLogger(__name__)
+
+_FLOATS = ("F32", "F16", "BF16")
+_SCALES = ("F32", "BF16", "F8_E8M0")
+_ROTARY_BUFFERS = r".*\.rotary_emb\.inv_freq"
+"""Old checkpoints store this derived table; the engine computes it from the config."""
+
+
+def load_model(folder: str | Path, config: ModelConfig, dtype: torch.dtype) -> ModelWeights:
+    """The weights of `folder`'s safetensors, in `dtype` but for fp8 weights (as stored) and what must be float32.
+
+    Raises `ModelError` that names tensor, file and both shapes where the checkpoint and the config do not fit, for an
+    fp8 weight without a fitting scale, and for a tensor that would be left unused. Tolerated on purpose, with one log
+    line each: indexer weights of layers that the config marks shared, and a config that announces MTP layers which the
+    checkpoint does not hold.
+    """
+    checkpoint = Checkpoint.open(folder)
+    weights = _Loader(checkpoint, config, dtype).model()
+    skipped = checkpoint.finish((_ROTARY_BUFFERS, *_shared_indexers(config)))
+    unused_indexers = [name for name in skipped if ".indexer." in name]
+    if unused_indexers:
+        logger.warning(
+            "%s: %d indexer tensors belong to layers that share another layer's selection; not used (first: %s)",
+            checkpoint.folder,
+            len(unused_indexers),
+            unused_indexers[0],
+        )
+    return weights
+
+
+def _shared_indexers(config: ModelConfig) -> list[str]:
+    """Sharing may be asked of a model that was trained without it, so its spare indexers are no mismatch."""
+    types = config.indexer.types if config.indexer else ()
+    return [rf"model\.layers\.{i}\.self_attn\.indexer\..*" for i, kind in enumerate(types) if kind == "shared"]
+
+
+class _Loader:
+    """Names and shapes of the family's parameters, read one by one."""
+
+    def __init__(self, checkpoint: Checkpoint, config: ModelConfig, dtype: torch.dtype) -> None:
+        self.checkpoint = checkpoint
+        self.config = config
+        self.dtype = dtype
+
+    def model(self) -> ModelWeights:
+        c = self.config
+        embed = self.plain("model.embed_tokens.weight", c.vocab_size, c.hidden_size)
+        lm_head = self.lm_head(embed)
+        layers = tuple(self.layer(i, is_moe=c.moe_layers[i], has_indexer=self.is_full(i)) for i in range(c.num_layers))
+        norm = self.plain("model.norm.weight", c.hidden_size)
+        return ModelWeights(embed, layers, norm, lm_head, self.mtp(embed, lm_head))
+
+    def is_full(self, layer: int) -> bool:
+        indexer = self.config.indexer
+        return indexer is not None and indexer.types[layer] == "full"
+
+    def lm_head(self, embed: Tensor) -> LinearWeight:
+        """The stored head; `embed` where the config ties them and none is stored."""
+        c, name = self.config, "lm_head.weight"
+        if name not in self.checkpoint:
+            if not c.tie_word_embeddings:
+                raise ModelError(
+                    f"{self.checkpoint.folder}: tensor {name} is missing and tie_word_embeddings is false; "
+                    "the checkpoint is incomplete, or its config.json is wrong"
+                )
+            return LinearWeight(embed)
+        head = self.linear("lm_head", c.vocab_size, c.hidden_size)
+        if not c.tie_word_embeddings:
+            return head
+        if head.scale is None and torch.equal(head.weight, embed):
+            return LinearWeight(embed)
+        logger.warning(
+            "%s: tie_word_embeddings is true but the stored lm_head.weight differs from the embedding; "
+            "the stored head is used",
+            self.checkpoint.entry(name).file,
+        )
+        return head
+
+    def layer(self, index: int, *, is_moe: bool, has_indexer: bool) -> LayerWeights:
+        c, prefix = self.config, f"model.layers.{index}"
+        return LayerWeights(
+            input_norm=self.plain(f"{prefix}.input_layernorm.weight", c.hidden_size),
+            attention=self.attention(f"{prefix}.self_attn", has_indexer=has_indexer),
+            post_attention_norm=self.plain(f"{prefix}.post_attention_layernorm.weight", c.hidden_size),
+            mlp=self.moe(f"{prefix}.mlp")
+            if is_moe
+            else self.mlp(f"{prefix}.mlp", c.intermediate_size, bias=c.mlp_bias),
+        )
+
+    def attention(self, prefix: str, *, has_indexer: bool) -> AttentionWeights:
+        c = self.config
+        q_size = c.num_heads * c.qk_head_dim
+        q_a, q_a_norm = None, None
+        if c.q_lora_rank is None:
+            q_b = self.linear(f"{prefix}.q_proj", q_size, c.hidden_size)
+        else:
+            q_a = self.linear(f"{prefix}.q_a_proj", c.q_lora_rank, c.hidden_size, bias=c.attention_bias)
+            q_a_norm = self.plain(f"{prefix}.q_a_layernorm.weight", c.q_lora_rank)
+            q_b = self.linear(f"{prefix}.q_b_proj", q_size, c.q_lora_rank)
+        kv_a_size, kv_b_size = c.kv_lora_rank + c.qk_rope_head_dim, c.num_heads * (c.qk_nope_head_dim + c.v_head_dim)
+        return AttentionWeights(
+            q_a=q_a,
+            q_a_norm=q_a_norm,
+            q_b=q_b,
+            kv_a=self.linear(f"{prefix}.kv_a_proj_with_mqa", kv_a_size, c.hidden_size, bias=c.attention_bias),
+            kv_a_norm=self.plain(f"{prefix}.kv_a_layernorm.weight", c.kv_lora_rank),
+            kv_b=self.linear(f"{prefix}.kv_b_proj", kv_b_size, c.kv_lora_rank),
+            o=self.linear(f"{prefix}.o_proj", c.hidden_size, c.num_heads * c.v_head_dim, bias=c.attention_bias),
+            indexer=self.indexer(f"{prefix}.indexer") if has_indexer else None,
+        )
+
+    def indexer(self, prefix: str) -> IndexerWeights:
+        c, i = self.config, self.config.indexer
+        if i is None or c.q_lora_rank is None:
+            raise ModelError(f"{prefix}: config.json describes no indexer")
+        return IndexerWeights(
+            wq_b=self.linear(f"{prefix}.wq_b", i.num_heads * i.head_dim, c.q_lora_rank),
+            wk=self.linear(f"{prefix}.wk", i.head_dim, c.hidden_size),
+            k_norm_weight=self.plain(f"{prefix}.k_norm.weight", i.head_dim, dtype=torch.float32),
+            k_norm_bias=self.plain(f"{prefix}.k_norm.bias", i.head_dim, dtype=torch.float32),
+            weights_proj=LinearWeight(
+                self.plain(f"{prefix}.weights_proj.weight", i.num_heads, c.hidden_size, dtype=torch.float32)
+            ),
+        )
+
+    def mlp(self, prefix: str, intermediate: int, *, bias: bool = False) -> MlpWeights:
+        hidden = self.config.hidden_size
+        return MlpWeights(
+            gate=self.linear(f"{prefix}.gate_proj", intermediate, hidden, bias=bias),
+            up=self.linear(f"{prefix}.up_proj", intermediate, hidden, bias=bias),
+            down=self.linear(f"{prefix}.down_proj", hidden, intermediate, bias=bias),
+        )
+
+    def moe(self, prefix: str) -> MoeWeights:
+        c, moe = self.config, self.config.moe
+        if moe is None:
+            raise ModelError(f"{prefix}: config.json describes no experts")
+        size, bias = moe.moe_intermediate_size, f"{prefix}.gate.e_score_correction_bias"
+        if f"{prefix}.experts.gate_up_proj" in self.checkpoint:
+            experts = self.fused_experts(f"{prefix}.experts", moe.num_experts, size)
+        else:
+            experts = tuple(self.mlp(f"{prefix}.experts.{e}", size) for e in range(moe.num_experts))
+        return MoeWeights(
+            router=self.plain(f"{prefix}.gate.weight", moe.num_experts, c.hidden_size, dtype=torch.float32),
+            bias=self.plain(bias, moe.num_experts, dtype=torch.float32) if moe.has_correction_bias else None,
+            experts=experts,
+            shared=self.mlp(f"{prefix}.shared_experts", size * moe.num_shared_experts, bias=c.mlp_bias)
+            if moe.num_shared_experts
+            else None,
+        )
+
+    def fused_experts(self, prefix: str, num_experts: int, size: int) -> tuple[MlpWeights, ...]:
+        """Experts stored as two stacks, gate above up in the first: each expert gets views of them."""
+        hidden = self.config.hidden_size
+        for name in ("gate_up_proj", "down_proj"):
+            if self.checkpoint.entry(f"{prefix}.{name}").dtype not in _FLOATS:
+                raise self.wrong_dtype(f"{prefix}.{name}", "stacked experts must be float32, float16 or bfloat16")
+        gate_up = self.checkpoint.take(f"{prefix}.gate_up_proj", (num_experts, 2 * size, hidden))
+        down = self.checkpoint.take(f"{prefix}.down_proj", (num_experts, hidden, size))
+        return tuple(
+            MlpWeights(
+                gate=LinearWeight(gate_up[e, :size].to(self.dtype)),
+                up=LinearWeight(gate_up[e, size:].to(self.dtype)),
+                down=LinearWeight(down[e].to(self.dtype)),
+            )
+            for e in range(num_experts)
+        )
+
+    def mtp(self, embed: Tensor, lm_head: LinearWeight) -> tuple[MtpWeights, ...]:
+        """The draft layers behind the last one; none where the checkpoint was published without them."""
+        first, count = self.config.num_layers, self.config.num_mtp_layers
+        if count and f"model.layers.{first}.eh_proj.weight" not in self.checkpoint:
+            logger.info("%s: no multi-token-prediction layer is stored; the model runs without", self.checkpoint.folder)
+            return ()
+        return tuple(self.mtp_layer(first + i, embed, lm_head) for i in range(count))
+
+    def mtp_layer(self, index: int, embed: Tensor, lm_head: LinearWeight) -> MtpWeights:
+        c, prefix = self.config, f"model.layers.{index}"
+        own_embed, own_head = f"{prefix}.embed_tokens.weight", f"{prefix}.shared_head.head"
+        return MtpWeights(
+            embed=self.plain(own_embed, c.vocab_size, c.hidden_size) if own_embed in self.checkpoint else embed,
+            enorm=self.plain(f"{prefix}.enorm.weight", c.hidden_size),
+            hnorm=self.plain(f"{prefix}.hnorm.weight", c.hidden_size),
+            eh_proj=self.linear(f"{prefix}.eh_proj", c.hidden_size, 2 * c.hidden_size),
+            layer=self.layer(index, is_moe=c.moe is not None, has_indexer=c.indexer is not None),
+            head_norm=self.plain(f"{prefix}.shared_head.norm.weight", c.hidden_size),
+            head=self.linear(own_head, c.vocab_size, c.hidden_size)
+            if f"{own_head}.weight" in self.checkpoint
+            else lm_head,
+        )
+
+    def plain(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """A tensor that is never quantised, in `dtype` (default: the model's)."""
+        if self.checkpoint.entry(name).dtype not in _FLOATS:
+            raise self.wrong_dtype(name, "expected float32, float16 or bfloat16")
+        return self.checkpoint.take(name, shape).to(dtype or self.dtype)
+
+    def linear(self, name: str, out_size: int, in_size: int, *, bias: bool = False) -> LinearWeight:
+        """`name`.weight [out, in] with its bias and, where it is stored as fp8, its block scales."""
+        weight_name = f"{name}.weight"
+        if self.checkpoint.entry(weight_name).dtype == "F8_E4M3":
+            scale, block = self.block_scale(name, out_size, in_size)
+            weight = self.checkpoint.take(weight_name, (out_size, in_size))
+        else:
+            scale, block = None, None
+            weight = self.plain(weight_name, out_size, in_size)
+        return LinearWeight(weight, self.plain(f"{name}.bias", out_size) if bias else None, scale, block)
+
+    def block_scale(self, name: str, out_size: int, in_size: int) -> tuple[Tensor, tuple[int, int]]:
+        """Float32 scales [ceil(out / block rows), ceil(in / block columns)] of an fp8 weight, and the block."""
+        quant, scale_name = self.config.quant, f"{name}.weight_scale_inv"
+        if quant is None:
+            raise self.wrong_dtype(f"{name}.weight", "config.json has no quantization_config that says how to read it")
+        if _names_module(quant.modules_to_not_convert, name):
+            raise self.wrong_dtype(f"{name}.weight", "modules_to_not_convert says that it is not quantised")
+        if scale_name not in self.checkpoint:
+            file = self.checkpoint.entry(f"{name}.weight").file
+            raise ModelError(f"{file}: fp8 tensor {name}.weight has no scale; tensor {scale_name} is missing")
+        if self.checkpoint.entry(scale_name).dtype not in _SCALES:
+            raise self.wrong_dtype(scale_name, "scales must be float32, bfloat16 or e8m0")
+        rows, columns = quant.block
+        scale = self.checkpoint.take(scale_name, (-(-out_size // rows), -(-in_size // columns)))
+        return scale.to(torch.float32), quant.block
+
+    def wrong_dtype(self, name: str, problem: str) -> ModelError:
+        entry = self.checkpoint.entry(name)
+        return ModelError(f"{entry.file}: tensor {name} is stored as {entry.dtype}: {problem}")
+
+
+def _names_module(patterns: tuple[str, ...], module: str) -> bool:
+    """Whether a pattern is `module`, one of the modules around it, or a run of dotted parts within its name."""
+    return any(re.search(rf"(^|\.){re.escape(pattern)}(\.|$)", module) for pattern in patterns)
