@@ -1,0 +1,141 @@
+"""The pages of one KV pool: which are free, who may be reused first, which prefix hash each holds.
+
+Imports units and errors. Invariant: a page is in the free list exactly when nobody holds it; in the list, pages
+without a hash come before pages with one, and those stand least recently used first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from longfill.cache.prefix import BlockHash
+from longfill.errors import CapacityError, ConfigError, LongfillError
+from longfill.units import NumPages, PageId
+
+NULL_PAGE = PageId(0)
+"""Never given out: page tables are padded with it, and rows nobody needs are written to it."""
+
+
+class BlockPool:
+    """Reference counts, prefix hashes and the free list of `num_pages` pages (the null page counts as one).
+
+    The free list is a ring of page ids, doubly linked through two arrays; the null page, which is never free, is
+    where it starts and ends. All single-page operations are O(1).
+    """
+
+    def __init__(self, num_pages: NumPages) -> None:
+        if num_pages < 2:
+            raise ConfigError(f"a KV pool needs at least 2 pages (page 0 is the null page), got {num_pages}")
+        self.num_pages = num_pages
+        self.num_free_pages = NumPages(num_pages - 1)
+        ids = [PageId(i) for i in range(num_pages)]
+        self._next = [*ids[1:], NULL_PAGE]
+        self._prev = [ids[-1], *ids[:-1]]
+        self._ref_count = [0] * num_pages
+        self._hash: list[BlockHash | None] = [None] * num_pages
+        # Pages by hash, in the order they were published. Requests that compute the same block side by side each
+        # keep their own page, since their page tables are already in use.
+        self._by_hash: dict[BlockHash, dict[PageId, None]] = {}
+
+    @property
+    def num_usable_pages(self) -> NumPages:
+        """Pages that can hold tokens: all but the null page."""
+        return NumPages(self.num_pages - 1)
+
+    def find(self, block_hash: BlockHash) -> PageId | None:
+        """A page that holds this block, free or in use."""
+        pages = self._by_hash.get(block_hash)
+        return next(iter(pages)) if pages else None
+
+    def num_free_among(self, pages: Iterable[PageId]) -> NumPages:
+        """How many of `pages` are free, and so leave the free list when they are held."""
+        return NumPages(sum(self._ref_count[page] == 0 for page in pages))
+
+    def take(self, count: NumPages) -> list[PageId]:
+        """Hold `count` free pages, next in the order of reuse; their old content can no longer be found.
+
+        Raises CapacityError, with nothing changed, where fewer are free.
+        """
+        if count > self.num_free_pages:
+            raise CapacityError(f"{count} pages asked for, {self.num_free_pages} of {self.num_usable_pages} are free")
+        taken = []
+        for _ in range(count):
+            page = self._next[NULL_PAGE]
+            self._unlink(page)
+            self._drop_hash(page)
+            self._ref_count[page] = 1
+            taken.append(page)
+        return taken
+
+    def hold(self, pages: Sequence[PageId]) -> None:
+        """Hold pages that were found by hash; free ones leave the free list."""
+        for page in pages:
+            if self._ref_count[page] == 0:
+                self._unlink(page)
+            self._ref_count[page] += 1
+
+    def release(self, pages: Iterable[PageId]) -> None:
+        """Let go of pages, in this order: earlier ones are reused before later ones where both hold a hash."""
+        for page in pages:
+            if self._ref_count[page] == 0:
+                raise LongfillError(f"page {page} is released but nobody holds it: two owners believed it theirs")
+            self._ref_count[page] -= 1
+            if self._ref_count[page] == 0:
+                # Between the ring's end and the null page is the tail; behind the null page is the head.
+                self._link_after(self._prev[NULL_PAGE] if self._hash[page] else NULL_PAGE, page)
+
+    def publish(self, page: PageId, block_hash: BlockHash) -> None:
+        """Let a held page be found under `block_hash` from now on."""
+        self._drop_hash(page)
+        self._hash[page] = block_hash
+        self._by_hash.setdefault(block_hash, {})[page] = None
+
+    def forget_hashes(self) -> bool:
+        """Make every page unfindable; refused (False, nothing changed) while any page is held."""
+        if self.num_free_pages != self.num_usable_pages:
+            return False
+        self._hash = [None] * self.num_pages
+        self._by_hash.clear()
+        return True
+
+    def check(self, holders: Sequence[int]) -> None:
+        """Assert the invariants; `holders[page]` is how many owners the caller counts for each page."""
+        free, page = [], self._next[NULL_PAGE]
+        while page != NULL_PAGE:
+            assert self._prev[self._next[page]] == page, f"page {page}: broken link"
+            free.append(page)
+            assert len(free) <= self.num_usable_pages, "the free list does not end"
+            page = self._next[page]
+        assert self._ref_count == list(holders), "reference counts differ from the owners' page tables"
+        assert NULL_PAGE not in free, "the null page is in the free list"
+        assert holders[NULL_PAGE] == 0, "the null page is held"
+        assert sorted(free) == [p for p in range(1, self.num_pages) if not holders[p]], "free list and holders disagree"
+        cached = [p for p in free if self._hash[p] is not None]
+        in_use = sum(count > 0 for count in holders)
+        assert len(free) == self.num_free_pages, "the count of free pages is off"
+        assert len(free) + in_use == self.num_usable_pages, "a page was lost"
+        assert free[len(free) - len(cached) :] == cached, "a page with a hash would be reused before one without"
+        named = {p: h for h, pages in self._by_hash.items() for p in pages}
+        assert named == {p: h for p, h in enumerate(self._hash) if h is not None}, "hash map and pages disagree"
+        assert all(self._by_hash.values()), "a hash without pages is kept"
+
+    def _drop_hash(self, page: PageId) -> None:
+        block_hash = self._hash[page]
+        if block_hash is None:
+            return
+        self._hash[page] = None
+        pages = self._by_hash[block_hash]
+        del pages[page]
+        if not pages:
+            del self._by_hash[block_hash]
+
+    def _unlink(self, page: PageId) -> None:
+        before, behind = self._prev[page], self._next[page]
+        self._next[before], self._prev[behind] = behind, before
+        self.num_free_pages = NumPages(self.num_free_pages - 1)
+
+    def _link_after(self, before: PageId, page: PageId) -> None:
+        behind = self._next[before]
+        self._prev[page], self._next[page] = before, behind
+        self._next[before], self._prev[behind] = page, page
+        self.num_free_pages = NumPages(self.num_free_pages + 1)

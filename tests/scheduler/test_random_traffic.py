@@ -1,0 +1,149 @@
+"""Random arrivals, aborts, preemptions and ends: pages add up, budgets hold, and every token is the right one."""
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+from paged_model import VOCAB, Engine, request_of, undisturbed
+
+from longfill.errors import RequestError
+from longfill.request import FinishReason, Request, RequestStatus
+
+EOS = (3, 50)
+MAX_MODEL_LEN = 120
+
+
+class RandomTraffic(RuleBasedStateMachine):
+    """Scheduler, cache and paged model under everything that may happen at once."""
+
+    steps = 0
+    """Steps checked so far, over all runs."""
+
+    @initialize(
+        page_size=st.sampled_from([1, 4, 16]),
+        usable=st.integers(2, 30),
+        budget=st.sampled_from([1, 5, 16, 200]),
+        seats=st.integers(1, 5),
+    )
+    def start(self, page_size: int, usable: int, budget: int, seats: int) -> None:
+        self.engine = Engine(
+            usable_pages=usable,
+            page_size=page_size,
+            max_model_len=MAX_MODEL_LEN,
+            budget=budget,
+            max_num_seqs=seats,
+            eos_token_ids=EOS,
+        )
+        self.scheduler = self.engine.scheduler
+        self.pending: list = []
+        self.served: list[Request] = []
+        self.cut: dict[Request, int] = {}  # ended from outside -> tokens it had then
+        self.count = 0
+
+    @rule(
+        family=st.integers(0, 2),
+        common=st.integers(0, 40),
+        rest=st.integers(1, 50),
+        max_tokens=st.sampled_from([1, 2, 7, 30, None]),
+        ignore_eos=st.booleans(),
+    )
+    def arrive(self, family: int, common: int, rest: int, max_tokens: int | None, ignore_eos: bool) -> None:
+        self.count += 1
+        tokens = np.concatenate([np.full(common, family), np.arange(rest) * self.count % VOCAB])
+        request = request_of(f"r{self.count}", tokens, max_tokens=max_tokens, ignore_eos=ignore_eos)
+        try:
+            self.scheduler.add_request(request)
+        except RequestError:
+            total = MAX_MODEL_LEN if max_tokens is None else min(tokens.size + max_tokens, MAX_MODEL_LEN)
+            assert total > self.engine.cache.num_usable_pages * self.engine.cache.page_size
+        else:
+            self.served.append(request)
+
+    @precondition(lambda self: not self.pending)
+    @rule()
+    def begin(self) -> None:
+        self.pending.append(self.engine.begin())
+
+    @precondition(lambda self: self.pending)
+    @rule()
+    def finish_step(self) -> None:
+        schedule, sampled = self.pending.pop()
+        before = {r: r.num_tokens for r in self.served}
+        advanced = self.scheduler.update(schedule, sampled)
+        for request, tokens in before.items():
+            assert request.num_tokens - tokens == (request in advanced)
+
+    @rule(count=st.integers(1, 6))
+    def run_steps(self, count: int) -> None:
+        if self.pending:
+            self.finish_step()
+        for _ in range(count):
+            self.engine.step()
+
+    @precondition(lambda self: self.scheduler.requests)
+    @rule(data=st.data(), reason=st.sampled_from([FinishReason.ABORT, FinishReason.STOP]))
+    def end(self, data: st.DataObject, reason: FinishReason) -> None:
+        request = self.scheduler.requests[data.draw(st.sampled_from(sorted(self.scheduler.requests)))]
+        self.scheduler.finish(request.request_id, reason)
+        self.cut[request] = request.num_tokens
+
+    @precondition(lambda self: self.scheduler.num_running)
+    @rule(data=st.data())
+    def preempt(self, data: st.DataObject) -> None:
+        running = [r.request_id for r in self.served if r.status is RequestStatus.RUNNING]
+        self.scheduler.preempt(data.draw(st.sampled_from(running)))
+
+    @precondition(lambda self: not self.scheduler.requests)
+    @rule()
+    def forget_prefixes(self) -> None:
+        assert self.engine.cache.reset_prefix_cache()
+
+    @invariant()
+    def all_adds_up(self) -> None:
+        RandomTraffic.steps += 1
+        self.engine.cache.check()
+        for request in self.served:
+            assert request.is_finished != (request.request_id in self.scheduler.requests)
+            assert 0 <= request.num_computed_tokens <= request.num_tokens <= MAX_MODEL_LEN
+        if not self.scheduler.num_running:
+            assert self.engine.cache.usage == 0.0
+
+    def teardown(self) -> None:
+        if not hasattr(self, "engine"):
+            return
+        if self.pending:
+            self.finish_step()
+        self.engine.drain(20_000)
+        for request in self.served:
+            want = undisturbed(request, MAX_MODEL_LEN, EOS)
+            got = request.output_token_ids.tolist()
+            if request in self.cut:
+                assert request.num_tokens == self.cut[request]
+                want = want[: len(got)]
+            assert got == want
+
+
+def run(examples: int, steps: int) -> None:
+    checks = settings(
+        max_examples=examples, stateful_step_count=steps, deadline=None, suppress_health_check=list(HealthCheck)
+    )
+    run_state_machine_as_test(RandomTraffic, settings=checks)
+
+
+def test_random_traffic_keeps_pages_budgets_and_tokens_right() -> None:
+    run(examples=150, steps=40)
+
+
+@pytest.mark.slow
+def test_random_traffic_for_long() -> None:
+    RandomTraffic.steps = 0
+    while RandomTraffic.steps < 30_000:
+        run(examples=200, steps=100)
