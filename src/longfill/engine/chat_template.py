@@ -1,0 +1,135 @@
+"""Renders a model's own Jinja chat template, in a sandbox, to the text that transformers renders.
+
+May import errors and jinja2. Invariant: rendering depends on the messages and the arguments only (but for templates
+that ask for the date), so the same history gives the same bytes and keeps its cached prefix.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import jinja2.ext
+from jinja2 import nodes
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from longfill.errors import ModelError, RequestError
+
+Message = Mapping[str, Any]
+
+_REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
+"""Names under which clients pass a message's reasoning; templates read the first (some the second)."""
+
+
+class ChatTemplates:
+    """The templates of one model folder, compiled when first used: `default` and perhaps `tool_use` and others."""
+
+    def __init__(self, sources: Mapping[str, str], special_tokens: Mapping[str, str], origin: str) -> None:
+        self._sources = dict(sources)
+        self._special_tokens = dict(special_tokens)
+        self._origin = origin
+        self._compiled: dict[str, jinja2.Template] = {}
+
+    @classmethod
+    def from_folder(cls, folder: Path, config: Mapping[str, Any], special_tokens: Mapping[str, str]) -> ChatTemplates:
+        """Templates of `tokenizer_config.json` (passed as `config`), overridden by the `.jinja` files of the folder."""
+        inline = config.get("chat_template")
+        sources: dict[str, str] = {}
+        if isinstance(inline, str):
+            sources["default"] = inline
+        elif isinstance(inline, list):
+            sources |= {entry["name"]: entry["template"] for entry in inline}
+        files = {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
+        if (folder / "chat_template.jinja").is_file():
+            files["default"] = folder / "chat_template.jinja"
+        sources |= {name: path.read_text(encoding="utf-8") for name, path in files.items()}
+        return cls(sources, special_tokens, str(folder))
+
+    def __bool__(self) -> bool:
+        return bool(self._sources)
+
+    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool, **variables: Any) -> str:
+        """The prompt's text. `variables` (`tools`, `documents`, `enable_thinking`...) are handed to the template.
+
+        Raises ModelError for a missing or broken template and RequestError for messages that it refuses.
+        """
+        for message in messages:
+            if not isinstance(message, Mapping):
+                raise RequestError(f"messages: each must be an object with role and content, got {message!r}")
+        given = {"tools": None, "documents": None, **self._special_tokens, **variables}
+        template = self._choose(with_tools=bool(given["tools"]))
+        try:
+            return template.render(
+                messages=[_with_reasoning(message) for message in messages],
+                add_generation_prompt=add_generation_prompt,
+                **given,
+            )
+        except Exception as error:  # the template is a program of the model's authors; whatever it raises is its answer
+            raise RequestError(f"the chat template of {self._origin} refuses these messages: {error}") from error
+
+    def _choose(self, *, with_tools: bool) -> jinja2.Template:
+        name = "tool_use" if with_tools and "tool_use" in self._sources else "default"
+        if name not in self._sources:
+            others = f" (only {', '.join(self._sources)})" if self._sources else ""
+            raise ModelError(
+                f"{self._origin}: no default chat template{others}; put one into chat_template.jinja beside "
+                "tokenizer.json, or send the prompt as plain text or token ids"
+            )
+        if name not in self._compiled:
+            try:
+                self._compiled[name] = _environment().from_string(self._sources[name])
+            except jinja2.TemplateSyntaxError as error:
+                where = f"{self._origin}: chat template {name!r}, line {error.lineno}"
+                raise ModelError(f"{where}: {error.message}") from error
+        return self._compiled[name]
+
+
+class _GenerationTag(jinja2.ext.Extension):
+    """`{% generation %}...{% endgeneration %}`, with which training marks the assistant's part: a plain scope here."""
+
+    tags = {"generation"}  # noqa: RUF012 (jinja2 declares it so)
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True)).set_lineno(line)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = _tojson
+    provided: dict[str, Callable[..., Any]] = {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
+    environment.globals.update(provided)
+    return environment
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # Jinja's own filter escapes HTML characters, which no model was trained on.
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.now().strftime(form)
+
+
+def _with_reasoning(message: Message) -> dict[str, Any]:
+    reasoning = next((message[name] for name in _REASONING_FIELDS if message.get(name) is not None), None)
+    if reasoning is None:
+        return dict(message)
+    return {"thinking": reasoning, **message, "reasoning_content": reasoning}
