@@ -1,0 +1,149 @@
+"""A fake engine with the real one's surface: the commands are tested without a model."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from longfill.config import EngineArgs
+from longfill.request import CompletionOutput, Logprob, RequestMetrics, RequestOutput, SamplingParams
+
+MODEL_LIMIT = 20_000
+
+
+@dataclass
+class FakeRow:
+    name: str
+    bytes: int
+    note: str
+
+
+@dataclass
+class FakePlan:
+    budget: int = 1_000_000
+    rows: tuple[FakeRow, ...] = (FakeRow("weights", 3_000, "3 tensors [bf16]"), FakeRow("KV pages", 640_000, "10"))
+    num_pages: int = 10
+    page_bytes: int = 64_000
+    bytes_per_token: int = 1_000
+    max_model_len: int = 4_096
+
+
+@dataclass
+class FakeStats:
+    """Both a step's record and the running totals: only the fields that the commands read."""
+
+    step: int = 1
+    steps: int = 2
+    tokens: int = 10
+    num_tokens: int = 10
+    num_running: int = 1
+    num_waiting: int = 0
+    pages_used: int = 3
+    pages_total: int = 9
+    indexer_chunks: int = 4
+    scored_pairs: int = 55
+    gathered_rows: int = 6
+    preemptions: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)
+    progress: dict[str, tuple[int, int]] = field(default_factory=lambda: {"0": (10, 10)})
+    preempted: tuple[str, ...] = ()
+    rss_bytes: int = 500_000
+
+
+class FakeTokenizer:
+    """One token per word or punctuation mark, and one in front of every text."""
+
+    eos_token_ids = (1,)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> np.ndarray[Any, np.dtype[np.int64]]:
+        pieces = re.findall(r"[A-Za-z]+|\S", text)
+        ids = [2 + sum(piece.encode()) % 500 for piece in pieces]
+        return np.array(([0] if add_special_tokens else []) + ids, dtype=np.int64)
+
+    def apply_chat_template(self, messages: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        return "".join(f"<{m['role']}>{m['content']}" for m in messages) + (
+            "<assistant>" if add_generation_prompt else ""
+        )
+
+
+@dataclass
+class FakeIndexer:
+    topk: int = 64
+
+
+@dataclass
+class FakeConfig:
+    vocab_size: int = 500
+    dtype: str = "float32"
+    indexer: FakeIndexer | None = field(default_factory=FakeIndexer)
+
+
+class FakeLLM:
+    """Answers each prompt with `answer(prompt)`; remembers what it was asked."""
+
+    def __init__(self, args: EngineArgs, answer: Callable[[Any], str], logprob_shift: float, finish: str) -> None:
+        self.args = args
+        self.finish = finish
+        self.answer = answer
+        self.logprob_shift = logprob_shift
+        self.model_name = args.model
+        self.memory = FakePlan(max_model_len=args.max_model_len or MODEL_LIMIT)
+        self.kernel_paths = {"index_topk": "reference"}
+        self.model_config = FakeConfig()
+        self.tokenizer = None if args.skip_tokenizer_init else FakeTokenizer()
+        self.stats = FakeStats()
+        self.asked: list[Any] = []
+        self.params: SamplingParams | None = None
+
+    def generate(
+        self, prompts: list[Any], params: SamplingParams, on_step: Callable[[Any], None] | None = None
+    ) -> list[RequestOutput]:
+        self.asked += prompts
+        self.params = params
+        if on_step is not None:
+            on_step(FakeStats())
+        return [self._output(number, prompt) for number, prompt in enumerate(prompts)]
+
+    def _output(self, number: int, prompt: Any) -> RequestOutput:
+        text = self.answer(prompt)
+        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) and self.tokenizer else np.asarray(prompt)
+        made = 1 if self.params is None or self.params.max_tokens is None else self.params.max_tokens
+        logprobs = None
+        if self.params is not None and self.params.logprobs is not None:
+            logprobs = [{7: Logprob(-0.1 + self.logprob_shift, 1, "x"), 8: Logprob(float("-inf"), 2)}] * made
+        completion = CompletionOutput(0, text, [7] * made, self.finish, logprobs=logprobs)
+        if self.finish == "error":
+            completion.stop_reason = "logits are not numbers"
+        return RequestOutput(
+            request_id=str(number),
+            prompt=prompt if isinstance(prompt, str) else None,
+            prompt_token_ids=ids,
+            outputs=[completion],
+            finished=True,
+            num_cached_tokens=2,
+            metrics=RequestMetrics(arrival_time=1.0, first_token_time=1.5, finished_time=2.0, steps=3),
+            digest="ab" * 32 if self.args.digest else None,
+        )
+
+
+class Engines:
+    """The fake engines that a command made, and how the next ones behave."""
+
+    def __init__(self) -> None:
+        self.made: list[FakeLLM] = []
+        self.answer: Callable[[Any], str] = lambda _prompt: "an answer"
+        self.shift: Callable[[EngineArgs], float] = lambda _args: 0.0
+        self.finish = "stop"
+
+    def load(self, args: EngineArgs) -> FakeLLM:
+        llm = FakeLLM(args, self.answer, self.shift(args), self.finish)
+        self.made.append(llm)
+        return llm
+
+    @property
+    def last(self) -> FakeLLM:
+        return self.made[-1]
