@@ -1,0 +1,1 @@
+"""Kernels: one interface, the torch reference that defines it, and the backends that are held to it."""

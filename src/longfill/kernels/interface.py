@@ -1,0 +1,148 @@
+"""What a kernel backend takes and gives: tensors over the paged caches, and a step's rows.
+
+May import torch and the integer plans of `partition/`. Invariant: a row's result depends on that row's inputs alone.
+
+Shape suffixes: T tokens (rows) of the step · H heads · R latent rank · P rope dim · I indexer heads · D indexer dim ·
+K top-k · N pages of the pool · B tokens of a page · L tokens of a context · C hidden size · E experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class RequestRows:
+    """One request's rows in a step: rows `[first_row, first_row + query_len)` are its positions from `start` on."""
+
+    first_row: int
+    query_len: int
+    start: int
+    """Tokens already in the cache before this step = position of the first row."""
+    pages: Tensor
+    """int64 [pages of the request]: its page table, covering at least `seq_len` tokens."""
+
+    @property
+    def seq_len(self) -> int:
+        """Tokens in the cache once this step's rows are stored."""
+        return self.start + self.query_len
+
+
+@dataclass(frozen=True)
+class LatentCache:
+    """One layer's latent rows in every page of the pool, as bytes.
+
+    `rows_NBX`: uint8 [N, B, row bytes], a strided view into the page records (page stride = record bytes, row stride =
+    row bytes, last stride 1). `format`: "float32", "bfloat16", "fp8" or "fp8_ds_mla" (see `cache.formats`).
+    """
+
+    rows_NBX: Tensor
+    format: str
+    rank: int
+    rope_dim: int
+    scale: float
+    """Static scale of the latent part in format "fp8": a power of two, from a bound on the normalised latent."""
+
+
+@dataclass(frozen=True)
+class IndexCache:
+    """One full-indexer layer's index keys in every page of the pool, planar inside a page.
+
+    `format` "fp8": `values_NBX` uint8 [N, B, D] holds e4m3 values and `scales_NB` float32 [N, B] a power-of-two scale
+    per key. "float32": `values_NBX` uint8 [N, B, 4 D] holds float32 values and `scales_NB` is None.
+    """
+
+    values_NBX: Tensor
+    scales_NB: Tensor | None
+    format: str
+    dim: int
+
+
+@dataclass(frozen=True)
+class ScoredRows:
+    """A q-chunk of one request as the indexer takes it: rows of the step and the keys they may score.
+
+    Row `first_row + i` sits at position `first_position + i` and scores keys `[0, position + 1)`.
+    """
+
+    request: RequestRows
+    first_row: int
+    num_rows: int
+    first_position: int
+
+
+class Linear(Protocol):
+    """A stored weight [O, C], as `models.weights` holds it. `scale` and `block` are set for fp8 block-scaled ones."""
+
+    @property
+    def weight(self) -> Tensor: ...
+    @property
+    def bias(self) -> Tensor | None: ...
+    @property
+    def scale(self) -> Tensor | None: ...
+    @property
+    def block(self) -> tuple[int, int] | None: ...
+
+
+class Mlp(Protocol):
+    """Weights of one SwiGLU block."""
+
+    @property
+    def gate(self) -> Linear: ...
+    @property
+    def up(self) -> Linear: ...
+    @property
+    def down(self) -> Linear: ...
+
+
+@dataclass(frozen=True)
+class ExpertChoice:
+    """How a router's scores become experts and weights."""
+
+    scoring: str
+    """"sigmoid" or "softmax"."""
+    experts_per_token: int
+    num_groups: int
+    topk_groups: int
+    group_value: str | None
+    """What ranks a group: "top2" (sum of its two best), "max", or None where groups play no part."""
+    normalise: bool
+    scale: float
+
+
+def pages_of(request: RequestRows, page_size: int) -> Tensor:
+    """int64 [ceil(seq_len / page_size)]: exactly the pages that hold the request's context."""
+    return request.pages[: -(-request.seq_len // page_size)]
+
+
+IndexChunks = Sequence[Sequence[ScoredRows]]
+"""The step's q-chunks in order; the rows of one chunk share one gather of keys."""
+
+
+@dataclass(frozen=True)
+class StepRows:
+    """One step as the model sees it: the tensors and spans of a `partition.StepPlan`."""
+
+    token_ids_T: Tensor
+    positions_T: Tensor
+    slots_T: Tensor
+    requests: tuple[RequestRows, ...]
+    dense_rows: tuple[int, ...]
+    """Of each request: leading rows whose causal range is no longer than top-k; they select everything."""
+    index_chunks: IndexChunks
+    workspace_chunks: tuple[tuple[int, ...], ...]
+    """Requests (indices into `requests`) whose contexts are gathered together; the workspace path only."""
+    sample_rows_S: Tensor
+
+
+@dataclass(frozen=True)
+class LayerCaches:
+    """The pool as each layer sees it."""
+
+    latent: tuple[LatentCache, ...]
+    index: dict[int, IndexCache]
+    """By layer; full-indexer layers only."""

@@ -1,0 +1,1 @@
+"""The torch implementations that define every kernel."""

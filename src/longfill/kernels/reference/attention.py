@@ -1,0 +1,116 @@
+"""Absorbed MLA over selected rows (sparse) or over a causal range (dense), with log-sum-exp.
+
+May import torch. Invariant: every tile boundary is counted from position 0 or is one row, so a row's bits do not depend
+on its neighbours. All arithmetic is fp32 over the stored rows.
+
+Formula: DeepSeek-V2 technical report, section 2.1; a query of H heads x (R + P) meets latent rows as one key head, and
+the value is the row's first R numbers. LSE is natural-log based; a row without keys has output 0 and LSE -inf.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from longfill.kernels.interface import LatentCache, RequestRows, pages_of
+from longfill.kernels.reference.elementwise import logaddexp
+from longfill.kernels.reference.linear import pad_rows
+from longfill.kernels.reference.quant import decode_latent
+from longfill.kernels.workspace import ATTENTION_TILE_BYTES, CONTEXT_TILE
+
+
+def read_rows(cache: LatentCache, pages: Tensor, positions: Tensor) -> Tensor:
+    """fp32 [..., R + P]: latent rows at `positions` (int64, any shape) of the request with page table `pages`."""
+    page_size = cache.rows_NBX.shape[1]
+    flat = positions.flatten()
+    # Four bytes at a time: indexing moves single elements, and every row is a whole number of words.
+    words_NBX = cache.rows_NBX.view(torch.int32)
+    rows = words_NBX[pages[flat // page_size], flat % page_size].view(torch.uint8)
+    decoded = decode_latent(rows, cache.format, cache.rank, cache.rope_dim, cache.scale)
+    return decoded.view(*positions.shape, -1)
+
+
+def gather_rows(cache: LatentCache, request: RequestRows, out_LX: Tensor) -> None:
+    """Copy a request's whole context into `out_LX` ([L, R + P], bf16 or fp32), page runs at a time."""
+    page_size = cache.rows_NBX.shape[1]
+    pages = pages_of(request, page_size)
+    pages_a_time = max(1, CONTEXT_TILE // page_size)
+    for first in range(0, pages.numel(), pages_a_time):
+        rows = cache.rows_NBX[pages[first : first + pages_a_time]].flatten(0, 1)
+        position = first * page_size
+        count = min(rows.shape[0], request.seq_len - position)
+        decoded = decode_latent(rows[:count], cache.format, cache.rank, cache.rope_dim, cache.scale)
+        out_LX[position : position + count] = decoded
+
+
+def sparse_mla(
+    q_THX: Tensor,
+    cache: LatentCache,
+    request: RequestRows,
+    selection_TK: Tensor,
+    scale: float,
+    context_LX: Tensor | None = None,
+) -> Tensor:
+    """fp32 [T, H, R]: attention of rows over their selected positions (int32 [T, K], -1 = none).
+
+    Keys come from the pages directly, or from `context_LX`, the request's gathered context: the same bits either way.
+    """
+    num_rows, heads, width = q_THX.shape
+    out = torch.empty(*q_THX.shape[:2], cache.rank, dtype=torch.float32)
+    step = max(1, ATTENTION_TILE_BYTES // (selection_TK.shape[1] * width * 4))
+    for first in range(0, num_rows, step):
+        span = slice(first, first + step)
+        positions_TK = selection_TK[span].long()
+        empty_TK = positions_TK < 0
+        safe_TK = positions_TK.clamp(min=0)
+        if context_LX is None:
+            keys_TKX = read_rows(cache, request.pages, safe_TK)
+        else:
+            keys_TKX = context_LX.index_select(0, safe_TK.flatten()).view(*safe_TK.shape, -1).float()
+        # Keys first: torch multiplies a batch of small matrices several times faster this way round.
+        # A single head is taken twice: a batch of one matrix-vector product would sum in another order.
+        q_TXH = q_THX[span].float().transpose(1, 2).expand(-1, -1, max(2, heads))
+        scores_THK = torch.bmm(keys_TKX, q_TXH)[..., :heads].mul_(scale).transpose(1, 2).contiguous()
+        if empty_TK.any():
+            # Padding may point at a row that was never written: 0 x NaN would reach the output.
+            keys_TKX.masked_fill_(empty_TK[..., None], 0.0)
+            scores_THK.masked_fill_(empty_TK[:, None], float("-inf"))
+        out[span] = torch.bmm(scores_THK.softmax(-1), keys_TKX[..., : cache.rank])
+    return out
+
+
+def dense_mla(
+    q_THX: Tensor, cache: LatentCache, request: RequestRows, first_position: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Causal attention: fp32 outputs [T, H, R] and LSE [T, H]; row i sits at `first_position + i`.
+
+    The context is taken in tiles counted from position 0, merged by log-sum-exp in that order.
+    """
+    num_rows, heads, _ = q_THX.shape
+    out = torch.zeros(num_rows, heads, cache.rank, dtype=torch.float32)
+    lse = torch.full((num_rows, heads), float("-inf"), dtype=torch.float32)
+    step = max(1, ATTENTION_TILE_BYTES // (heads * CONTEXT_TILE * 4))
+    for tile in range(0, first_position + num_rows, CONTEXT_TILE):
+        positions_L = torch.arange(tile, min(tile + CONTEXT_TILE, first_position + num_rows))
+        keys_LX = read_rows(cache, request.pages, positions_L)
+        if keys_LX.shape[0] < CONTEXT_TILE:
+            keys_LX = torch.cat([keys_LX, keys_LX.new_zeros(CONTEXT_TILE - keys_LX.shape[0], keys_LX.shape[1])])
+        for first in range(max(0, tile - first_position), num_rows, step):
+            span = slice(first, min(first + step, num_rows))
+            rows = torch.arange(first_position + span.start, first_position + span.stop)
+            hidden_TL = torch.arange(tile, tile + CONTEXT_TILE) > rows[:, None]
+            scores = torch.matmul(pad_rows(q_THX[span].float()), keys_LX.T).mul_(scale)
+            scores[: rows.numel()].masked_fill_(hidden_TL[:, None], float("-inf"))
+            tile_lse = scores.logsumexp(-1)
+            weights = scores.sub_(tile_lse[..., None]).exp_()
+            values = torch.matmul(weights, keys_LX[:, : cache.rank])[: rows.numel()]
+            merge(out[span], lse[span], values, tile_lse[: rows.numel()])
+    return out, lse
+
+
+def merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
+    """Fold a second partial attention into (`out` [..., R], `lse` [...]) in place; -inf LSE means no keys."""
+    total = logaddexp(lse, other_lse)
+    settled = torch.where(total == float("-inf"), 0.0, total)
+    out.mul_((lse - settled).exp()[..., None]).add_(other * (other_lse - settled).exp()[..., None])
+    lse.copy_(total)

@@ -1,0 +1,121 @@
+"""Matrix products with stored weights, norms, and the mixture of experts.
+
+May import torch. Invariant: a row's sum order does not depend on how many rows share the call.
+
+Suffixes: T rows · C input width · O output width · E experts.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from longfill.kernels.interface import ExpertChoice, Linear, Mlp
+from longfill.kernels.reference.elementwise import sigmoid, silu
+
+MIN_ROWS = 16
+"""Calls are padded to this many rows: below it the BLAS behind torch sums in other orders (measured: 1 to 3 rows)."""
+DEQUANT_ROWS = 1024
+"""Output rows of an fp8 weight that are dequantised at once."""
+
+
+def pad_rows(x: Tensor) -> Tensor:
+    """`x` with zero rows appended up to MIN_ROWS (unchanged when it has that many)."""
+    if x.shape[0] >= MIN_ROWS:
+        return x
+    padded = x.new_zeros(MIN_ROWS, *x.shape[1:])
+    padded[: x.shape[0]] = x
+    return padded
+
+
+def linear(x_TC: Tensor, weight: Linear) -> Tensor:
+    """`x @ W.T + b` in the dtype of `x`: [T, C] -> [T, O]; fp8 weights are dequantised a slice at a time."""
+    padded = pad_rows(x_TC)
+    if weight.scale is None:
+        out_TO = _product(padded, weight.weight, weight.bias)
+    else:
+        slices = [
+            _product(padded, dequantise(weight, first, min(first + DEQUANT_ROWS, weight.weight.shape[0]), x_TC.dtype))
+            for first in range(0, weight.weight.shape[0], DEQUANT_ROWS)
+        ]
+        out_TO = torch.cat(slices, -1)
+        if weight.bias is not None:
+            out_TO = out_TO + weight.bias
+    return out_TO[: x_TC.shape[0]]
+
+
+def _product(x_TC: Tensor, weight_OC: Tensor, bias_O: Tensor | None = None) -> Tensor:
+    """`F.linear`, but a single output is computed twice: matrix-vector products sum in orders that depend on T."""
+    width = weight_OC.shape[0]
+    columns = max(2, width)
+    bias_O = None if bias_O is None else bias_O.expand(columns)
+    return F.linear(x_TC, weight_OC.expand(columns, -1), bias_O)[:, :width]
+
+
+def dequantise(weight: Linear, first: int, last: int, dtype: torch.dtype) -> Tensor:
+    """Output rows [first, last) of an fp8 block-scaled weight: value times the scale of its block."""
+    assert weight.scale is not None
+    assert weight.block is not None
+    block_rows, block_columns = weight.block
+    rows = torch.arange(first, last) // block_rows
+    columns = torch.arange(weight.weight.shape[1]) // block_columns
+    scale_OC = weight.scale[rows][:, columns]
+    return weight.weight[first:last].float().mul_(scale_OC).to(dtype)
+
+
+def rms_norm(x_TC: Tensor, weight_C: Tensor, eps: float) -> Tensor:
+    """`x / rms(x) * weight`: the norm in fp32, rounded to the dtype of x before the weight (as Llama does)."""
+    x32 = x_TC.float()
+    scaled = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)
+    return weight_C * scaled.to(x_TC.dtype)
+
+
+def mlp(x_TC: Tensor, weights: Mlp) -> Tensor:
+    """SwiGLU: `down(silu(gate x) * up x)`."""
+    return linear(silu(linear(x_TC, weights.gate)) * linear(x_TC, weights.up), weights.down)
+
+
+def route(x_TC: Tensor, router_EC: Tensor, bias_E: Tensor | None, choice: ExpertChoice) -> tuple[Tensor, Tensor]:
+    """Expert ids int64 [T, K] (ascending) and fp32 weights [T, K].
+
+    Scores are sigmoid or softmax of fp32 router logits. Experts are chosen by score + bias within the `topk_groups`
+    best groups (a group's value: the sum of its two best, or its best for `group_limited_greedy`), weighed by the
+    unbiased scores (DeepSeek-V3 technical report, section 2.1.2). Ties go to the lower id.
+    """
+    logits_TE = _product(pad_rows(x_TC.float()), router_EC)[: x_TC.shape[0]]
+    scores_TE = sigmoid(logits_TE) if choice.scoring == "sigmoid" else logits_TE.softmax(-1)
+    biased_TE = scores_TE if bias_E is None else scores_TE + bias_E
+    if choice.num_groups > 1 and choice.group_value is not None:
+        groups = biased_TE.view(x_TC.shape[0], choice.num_groups, -1)
+        value = groups.topk(2, -1).values.sum(-1) if choice.group_value == "top2" else groups.amax(-1)
+        kept = _best(value, choice.topk_groups)
+        closed = torch.ones_like(value, dtype=torch.bool).scatter_(1, kept, False)
+        biased_TE = groups.masked_fill(closed[..., None], float("-inf")).flatten(-2)
+    ids_TK = _best(biased_TE, choice.experts_per_token).sort(-1).values
+    weights_TK = scores_TE.gather(1, ids_TK)
+    if choice.normalise:
+        weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)
+    return ids_TK, weights_TK * choice.scale
+
+
+def _best(values_TE: Tensor, k: int) -> Tensor:
+    """Indices of the k largest, ties to the lower index (a stable sort; torch.topk leaves ties open)."""
+    return torch.sort(values_TE, dim=-1, descending=True, stable=True).indices[:, :k]
+
+
+def experts(x_TC: Tensor, ids_TK: Tensor, weights_TK: Tensor, expert_weights: tuple[Mlp, ...]) -> Tensor:
+    """Sum of the chosen experts' outputs times their weights, in fp32 and in ascending order of expert id."""
+    total_TC = torch.zeros(x_TC.shape, dtype=torch.float32)
+    order = ids_TK.flatten().argsort(stable=True)
+    counts = torch.bincount(ids_TK.flatten(), minlength=len(expert_weights)).tolist()
+    first = 0
+    for expert, count in enumerate(counts):
+        if count == 0:
+            continue
+        taken = order[first : first + count]
+        rows = taken // ids_TK.shape[1]
+        out = mlp(x_TC[rows], expert_weights[expert]).float()
+        total_TC[rows] += out * weights_TK.flatten()[taken, None]
+        first += count
+    return total_TC.to(x_TC.dtype)
