@@ -1,0 +1,59 @@
+// The lightning indexer over a paged key cache, fused with the exact top-k.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "isa.h"
+
+namespace longfill {
+
+// Consecutive rows of one request: row first_row + i sits at position first_position + i and sees keys [0, position].
+struct ScoredRows {
+  std::int64_t first_row;
+  std::int64_t num_rows;
+  std::int64_t first_position;
+  const std::int64_t* pages;  // page table; covers first_position + num_rows keys
+};
+
+struct PagedKeys {
+  const std::uint8_t* values;  // e4m3, key (page, slot) at page * value_page_stride + slot * value_slot_stride
+  std::int64_t value_page_stride;
+  std::int64_t value_slot_stride;
+  const float* scales;  // strides below in floats
+  std::int64_t scale_page_stride;
+  std::int64_t scale_slot_stride;
+  std::int64_t page_size;
+};
+
+struct IndexShape {
+  int heads;
+  int dim;  // a multiple of 16
+  std::int64_t k;
+};
+
+struct IndexInputs {
+  const float* queries;  // [rows][heads * dim], rows `query_stride` floats apart
+  std::int64_t query_stride;
+  const float* weights;  // [rows][heads], rows `weight_stride` floats apart
+  std::int64_t weight_stride;
+  int heads;
+  int dim;
+  PagedKeys keys;
+};
+
+struct Selection {
+  std::int32_t* positions;  // [rows][k]: ascending, -1 where fewer keys count
+  std::int64_t position_stride;
+  float* scores;  // [rows][k] scores of those positions, -inf in the padding; null where nobody asks
+  std::int64_t score_stride;
+  std::int64_t k;
+};
+
+void index_topk(const Isa& isa, const IndexInputs& inputs, const std::vector<ScoredRows>& rows, const Selection& out,
+                int num_threads);
+
+// The most bytes that index_topk allocates, for any rows and contexts.
+std::int64_t index_topk_scratch_bytes(const Isa& isa, const IndexShape& shape, int num_threads);
+
+}  // namespace longfill

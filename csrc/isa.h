@@ -1,0 +1,85 @@
+// One instruction set's kernels as a table of functions, and the choice between them at run time.
+//
+// A file per instruction set fills the table; nothing else is compiled with special flags, so a build runs on any
+// machine of its architecture. Invariant: the bits of a (row, key) score depend on that row, that key and the
+// instruction set only, never on how many rows or keys share a call.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace longfill {
+
+// Rows against one packed key tile: scores[row][key] = scale[key] * sum over heads of w[row][head] * relu(q . k).
+struct ScoreArgs {
+  const char* queries;        // packed rows, each heads * dim values
+  std::size_t query_stride;   // bytes between rows
+  const float* weights;       // [rows][heads]
+  std::int64_t weight_stride; // floats between rows
+  const char* keys;           // packed blocks of `lanes` keys
+  const float* scales;        // one a key
+  float* scores;              // [rows][keys], room for whole blocks
+  std::int64_t score_stride;  // floats between rows
+  int rows;
+  int heads;
+  int dim;
+  int blocks;
+};
+
+// Candidates of one row, in ascending order of position.
+struct Candidates {
+  float* scores;
+  std::int32_t* positions;
+  std::int64_t count;
+};
+
+// A tile's scores on their way into the candidates of their rows.
+struct CollectArgs {
+  const float* scores;
+  std::int64_t score_stride;
+  int rows;
+  std::int64_t tile_keys;
+  std::int64_t seen;  // keys of the tile that row 0 sees; each next row sees one more, up to tile_keys
+  std::int32_t first_position;
+  // Row r's candidates start at `r * candidate_stride` and have room for tile_keys + 16 more.
+  float* candidate_scores;
+  std::int32_t* candidate_positions;
+  std::int64_t candidate_stride;
+  std::int64_t* counts;
+  const float* thresholds;
+};
+
+struct Isa {
+  const char* name;
+  int lanes;           // keys in a packed block
+  int bytes_per_value; // of packed queries and keys
+  void (*pack_query)(const float* values, std::int64_t count, char* out);
+  // `rows` holds `lanes` pointers to e4m3 keys of `dim` bytes (a multiple of 16).
+  void (*unpack_block)(const std::uint8_t* const* rows, int dim, char* out);
+  void (*score)(const ScoreArgs& args);
+  // Append every key with a score above its row's threshold (so never NaN).
+  void (*collect)(const CollectArgs& args);
+  // Of more than k candidates keep the k best, ties to the lower position, and perhaps others up to `most`. Returns
+  // the lowest score kept: at least k kept candidates reach it. `keys` is scratch for `count` numbers.
+  float (*keep_best)(Candidates& row, std::int64_t k, std::int64_t most, std::int32_t* keys);
+  // Run the multiply-add instruction of `score` from registers; returns the floating-point operations done.
+  double (*spin)(std::int64_t iterations);
+};
+
+// Every instruction set of this build that this machine runs, best first; the portable one is always last.
+const std::vector<const Isa*>& supported_isas();
+// The one called `name`; throws std::invalid_argument where the build or the machine lacks it.
+const Isa& isa_named(const std::string& name);
+
+extern const Isa portable_isa;
+#ifdef LONGFILL_X86
+extern const Isa avx2_isa;
+extern const Isa avx512_isa;
+#endif
+#ifdef LONGFILL_AVX512_BF16
+extern const Isa avx512_bf16_isa;
+#endif
+
+}  // namespace longfill

@@ -1,0 +1,110 @@
+// AVX-512 with the bf16 dot product: two products a lane and instruction, summed in fp32.
+//
+// e4m3 values are exact in bf16 and their products exact in fp32, so only the order of the sum differs from the fp32
+// instruction sets.
+#include <immintrin.h>
+
+#include <cstring>
+
+#include "avx512_topk.h"
+#include "e4m3.h"
+#include "score.h"
+
+namespace longfill {
+namespace {
+
+struct Avx512Bf16 {
+  using Float = __m512;
+  using Keys = __m512bh;
+  static constexpr int lanes = 16;
+  static constexpr int depth = 2;
+  static constexpr std::size_t pair_bytes = 4;
+  static constexpr std::size_t step_bytes = 64;
+  static constexpr int accumulator_rows = 8;
+  static constexpr int vectors = 2;
+
+  static LONGFILL_INLINE Float zero() { return _mm512_setzero_ps(); }
+  static LONGFILL_INLINE Keys load_keys(const char* p) { return (__m512bh)_mm512_load_si512(p); }
+  static LONGFILL_INLINE Keys broadcast(const char* p) {
+    std::int32_t pair;
+    std::memcpy(&pair, p, sizeof pair);
+    return (__m512bh)_mm512_set1_epi32(pair);
+  }
+  static LONGFILL_INLINE Float dot(Float sum, Keys q, Keys k) { return _mm512_dpbf16_ps(sum, q, k); }
+  // max returns its second operand where either is NaN, so a NaN stays.
+  static LONGFILL_INLINE Float weigh(Float total, float w, Float dot) {
+    return _mm512_fmadd_ps(_mm512_set1_ps(w), _mm512_max_ps(zero(), dot), total);
+  }
+  static LONGFILL_INLINE void store_scaled(float* out, Float total, const float* scales) {
+    _mm512_store_ps(out, _mm512_mul_ps(total, _mm512_load_ps(scales)));
+  }
+};
+
+// Round to nearest even; a NaN keeps a mantissa bit.
+std::uint16_t to_bf16(float value) {
+  std::uint32_t bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  if (value != value) return static_cast<std::uint16_t>((bits >> 16) | 0x40);
+  return static_cast<std::uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
+void pack_query(const float* values, std::int64_t count, char* out) {
+  std::uint16_t* const packed = reinterpret_cast<std::uint16_t*>(out);
+  for (std::int64_t i = 0; i < count; ++i) packed[i] = to_bf16(values[i]);
+}
+
+// Sixteen keys' bytes (2d, 2d + 1) for eight d: [8 rows of 16 keys] from keys i and i + 8 in the two halves of in[i].
+LONGFILL_INLINE void transpose_pairs(const __m256i (&in)[8], __m256i (&out)[8]) {
+  __m256i a[8];
+  __m256i b[8];
+  LONGFILL_UNROLL for (int i = 0; i < 4; ++i) {
+    a[2 * i] = _mm256_unpacklo_epi16(in[2 * i], in[2 * i + 1]);
+    a[2 * i + 1] = _mm256_unpackhi_epi16(in[2 * i], in[2 * i + 1]);
+  }
+  LONGFILL_UNROLL for (int half = 0; half < 2; ++half) {
+    const int i = 4 * half;
+    b[i] = _mm256_unpacklo_epi32(a[i], a[i + 2]);
+    b[i + 1] = _mm256_unpackhi_epi32(a[i], a[i + 2]);
+    b[i + 2] = _mm256_unpacklo_epi32(a[i + 1], a[i + 3]);
+    b[i + 3] = _mm256_unpackhi_epi32(a[i + 1], a[i + 3]);
+  }
+  LONGFILL_UNROLL for (int i = 0; i < 4; ++i) {
+    out[2 * i] = _mm256_unpacklo_epi64(b[i], b[i + 4]);
+    out[2 * i + 1] = _mm256_unpackhi_epi64(b[i], b[i + 4]);
+  }
+}
+
+// [dim / 2][16 keys][2] bf16.
+void unpack_block(const std::uint8_t* const* rows, int dim, char* out) {
+  __m512i table[4];
+  for (int i = 0; i < 4; ++i) table[i] = _mm512_loadu_si512(e4m3.as_bf16 + 32 * i);
+  const __m512i sign_bit = _mm512_set1_epi16(0x80);
+  const __m512i upper_half = _mm512_set1_epi16(0x40);
+  for (int d = 0; d < dim; d += 16) {
+    __m256i in[8];
+    LONGFILL_UNROLL for (int i = 0; i < 8; ++i) {
+      const auto* const low = reinterpret_cast<const __m128i*>(rows[i] + d);
+      const auto* const high = reinterpret_cast<const __m128i*>(rows[i + 8] + d);
+      in[i] = _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_loadu_si128(low)), _mm_loadu_si128(high), 1);
+    }
+    __m256i pairs[8];
+    transpose_pairs(in, pairs);
+    LONGFILL_UNROLL for (int i = 0; i < 8; ++i) {
+      const __m512i bytes = _mm512_cvtepu8_epi16(pairs[i]);
+      const __m512i sign = _mm512_slli_epi16(_mm512_and_si512(bytes, sign_bit), 8);
+      // The index of vpermt2w is the low six bits; bit six picks the pair of tables.
+      const __m512i small = _mm512_permutex2var_epi16(table[0], bytes, table[1]);
+      const __m512i large = _mm512_permutex2var_epi16(table[2], bytes, table[3]);
+      const __mmask32 is_large = _mm512_test_epi16_mask(bytes, upper_half);
+      const __m512i magnitude = _mm512_mask_blend_epi16(is_large, small, large);
+      _mm512_store_si512(out + (d / 2 + i) * Avx512Bf16::step_bytes, _mm512_or_si512(magnitude, sign));
+    }
+  }
+}
+
+}  // namespace
+
+const Isa avx512_bf16_isa = {"avx512_bf16",     Avx512Bf16::lanes, 2,         pack_query,      unpack_block,
+                             score<Avx512Bf16>, collect_avx512, keep_best<VectorSteps>, spin<Avx512Bf16>};
+
+}  // namespace longfill

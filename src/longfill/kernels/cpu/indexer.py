@@ -1,0 +1,86 @@
+"""The lightning indexer with its exact top-k fused: what `reference.indexer.index_topk` means, in native code.
+
+May import torch and the extension. Invariant: a row's scores and selection are a function of that row, its keys and
+the instruction set; chunks, threads and neighbours change nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from torch import Tensor
+
+from longfill.errors import ConfigError
+from longfill.kernels.cpu.extension import selected_isa
+from longfill.kernels.interface import IndexCache, IndexChunks, ScoredRows
+
+
+def index_topk(
+    q_TID: Tensor,
+    w_TI: Tensor,
+    cache: IndexCache,
+    chunks: IndexChunks,
+    selection_TK: Tensor,
+    *,
+    num_threads: int,
+    scores_TK: Tensor | None = None,
+    isa: str | None = None,
+) -> None:
+    """Write the selected positions of every scored row into `selection_TK` (int32 [T, K], in place).
+
+    `q_TID`: fp32 [T, I, D] with e4m3 values (exact in bf16), D a multiple of 16; `w_TI`: fp32 [T, I] head weights with
+    all scales folded in; keys, in format "fp8", already include this step's rows. Positions ascend, -1 where fewer
+    count. `scores_TK`, if given, receives the fp32 scores of the selected positions, -inf in the padding. `isa`
+    overrides the process's instruction set.
+
+    Raises ConfigError for a cache of another format, ValueError for shapes, strides or pages that do not fit together.
+    """
+    # Imported here because an installation without a compiler has no extension.
+    if cache.scales_NB is None:
+        raise ConfigError(f"native index_topk reads fp8 index keys, not {cache.format}; use the reference for those")
+    chosen = isa or selected_isa()
+    from longfill.kernels.cpu import _native
+
+    _native.index_topk(
+        chosen,
+        q_TID.contiguous(),
+        w_TI.contiguous(),
+        cache.values_NBX,
+        cache.scales_NB,
+        [
+            (rows.first_row, rows.num_rows, rows.first_position, rows.request.pages)
+            for rows in join_rows(rows for chunk in chunks for rows in chunk)
+        ],
+        selection_TK,
+        scores_TK,
+        num_threads,
+    )
+
+
+def join_rows(scored: Iterable[ScoredRows]) -> list[ScoredRows]:
+    """The same rows in fewer pieces: neighbours of one request become one, so that they share unpacked keys.
+
+    Chunks are cut to bound the scores that a backend writes down; this one writes none.
+    """
+    joined: list[ScoredRows] = []
+    for rows in scored:
+        last = joined[-1] if joined else None
+        if (
+            last is not None
+            and last.request is rows.request
+            and last.first_row + last.num_rows == rows.first_row
+            and last.first_position + last.num_rows == rows.first_position
+        ):
+            joined[-1] = replace(last, num_rows=last.num_rows + rows.num_rows)
+        else:
+            joined.append(rows)
+    return joined
+
+
+def scratch_bytes(*, heads: int, dim: int, topk: int, num_threads: int, isa: str | None = None) -> int:
+    """The most bytes that `index_topk` allocates for itself, for any rows and any context."""
+    chosen = isa or selected_isa()
+    from longfill.kernels.cpu import _native
+
+    return _native.index_topk_scratch_bytes(chosen, heads, dim, topk, num_threads)
