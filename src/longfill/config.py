@@ -20,6 +20,7 @@ DType = Literal["auto", "float32", "bfloat16", "float16"]
 CacheDType = Literal["auto", "float32", "bfloat16", "fp8", "fp8_ds_mla"]
 IndexerCacheDType = Literal["auto", "float32", "fp8"]
 AttentionPath = Literal["auto", "paged", "workspace"]
+KernelBackend = Literal["auto", "reference", "cpu"]
 
 DEFAULT_MEMORY_SHARE = 0.7
 """Share of the memory that the cgroup (or the machine) allows, taken when no budget is given. The rest is left to the
@@ -37,7 +38,7 @@ class EngineArgs:
     model: str = _knob("needle", "A model folder, a Hugging Face hub id, or `needle` for the bundled model")
     tokenizer: str | None = _knob(None, "Folder or hub id of the tokenizer (default: the model's)")
     revision: str | None = _knob(None, "Hub revision (branch, tag or commit) of the model")
-    hf_overrides: Mapping[str, Any] | None = _knob(None, 'Fields that replace those of config.json, as JSON')
+    hf_overrides: Mapping[str, Any] | None = _knob(None, "Fields that replace those of config.json, as JSON")
     skip_tokenizer_init: bool = _knob(False, "Take and give token ids only; no tokenizer is loaded")
     dtype: DType = _knob("auto", "Weights and activations (auto: the checkpoint's)")
     seed: int = _knob(0, "Seed of sampling for requests that bring none", low=0, high=2**63 - 1)
@@ -58,12 +59,17 @@ class EngineArgs:
         None, "Pages of the KV pool (vLLM's name; default: what the memory budget leaves)", unit="pages", low=2
     )
     block_size: int = _knob(64, "Tokens in a KV page", unit="tokens", low=1, high=4096)
-    kv_cache_dtype: CacheDType = _knob("auto", "Latent rows of the KV cache (auto: the model's dtype)")
+    kv_cache_dtype: CacheDType = _knob(
+        "auto", "Latent rows of the KV cache (auto: float32 for float32 models, else bfloat16)"
+    )
     indexer_cache_dtype: IndexerCacheDType = _knob(
         "auto", "Index keys of the KV cache (auto: float32 beside float32 latent rows, else fp8)"
     )
     enable_prefix_caching: bool = _knob(True, "Reuse the KV pages of equal prefixes")
 
+    kernel_backend: KernelBackend = _knob(
+        "auto", "Native CPU kernels where there is one (auto), only the torch reference, or insist on native (cpu)"
+    )
     attention_path: AttentionPath = _knob(
         "auto", "Sparse attention reads pages directly (paged) or through a gathered bf16 workspace (workspace)"
     )
@@ -113,6 +119,7 @@ def choices_of(knob: str) -> tuple[str, ...]:
         "kv_cache_dtype": CacheDType,
         "indexer_cache_dtype": IndexerCacheDType,
         "attention_path": AttentionPath,
+        "kernel_backend": KernelBackend,
     }
     return get_args(kinds[knob]) if knob in kinds else ()
 

@@ -9,7 +9,7 @@ R is the latent rank (`kv_lora_rank`), P the rotary dimension, D the indexer's h
 |--------------|----------------------------|--------------------------------------------------------------------|
 | `float32`    | 4 (R + P)                  | latent, then rotary part                                           |
 | `bfloat16`   | 2 (R + P)                  | the same                                                           |
-| `fp8`        | R + P                      | e4m3 with one static scale of 1.0                                  |
+| `fp8`        | R + P                      | e4m3; the latent part has one static scale a layer (`worker.pool`) |
 | `fp8_ds_mla` | R + 4 ceil(R / 128) + 2 P  | e4m3 latent, one fp32 scale per 128 values, bfloat16 rotary part   |
 
 | index key | bytes | content                                                                                     |

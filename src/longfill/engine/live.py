@@ -1,0 +1,93 @@
+"""A request as its caller sees it: text, log-probabilities, times and digest, growing token by token.
+
+May import request, the detokenizer and the sampler's types. Invariant: what is delivered is a function of the tokens
+sampled so far, in order; preemption never shows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+
+from torch import Tensor
+
+from longfill.engine.detokenizer import Detokenizer
+from longfill.engine.tokenizer import Tokenizer
+from longfill.request import CompletionOutput, FinishReason, Logprob, Request, RequestMetrics, RequestOutput
+from longfill.worker.sampler import SampledToken, SampleInput
+
+
+class LiveRequest:
+    """One unfinished request's output side."""
+
+    def __init__(
+        self, request: Request, prompt: str | None, seed: int, tokenizer: Tokenizer | None, *, digest: bool
+    ) -> None:
+        self.request = request
+        self.error: str | None = None
+        self._prompt = prompt
+        self._seed = seed
+        self._tokenizer = tokenizer
+        self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer, request.params)
+        self._digest = hashlib.sha256() if digest else None
+        self._logprobs: list[dict[int, Logprob]] | None = None if request.params.logprobs is None else []
+        self._cumulative_logprob = 0.0
+        self._metrics = RequestMetrics(arrival_time=request.arrival_time)
+
+    def sample_input(self) -> SampleInput:
+        """What its next token depends on besides the logits."""
+        request = self.request
+        return SampleInput(request.request_id, request.params, self._seed, request.num_output_tokens)
+
+    def scheduled(self) -> None:
+        """Count a step that computes some of its tokens."""
+        self._metrics.steps += 1
+        if self._metrics.first_scheduled_time is None:
+            self._metrics.first_scheduled_time = time.monotonic()
+
+    def append(self, token: SampledToken, logits_V: Tensor, *, hidden: bool) -> str | None:
+        """Take a sampled token; returns the stop string that it completes, if any. A hidden one adds no text."""
+        if self._metrics.first_token_time is None:
+            self._metrics.first_token_time = time.monotonic()
+        if self._digest is not None:
+            self._digest.update(logits_V.contiguous().numpy().tobytes())
+        if self._logprobs is not None and token.logprobs is not None:
+            self._logprobs.append({k: self._decoded(k, v) for k, v in token.logprobs.items()})
+            self._cumulative_logprob += token.logprobs[token.token_id].logprob
+        if self._detokenizer is None or hidden:
+            return None
+        hit = self._detokenizer.append(token.token_id)
+        return None if hit is None else hit.stop
+
+    def output(self) -> RequestOutput:
+        """The request's state as an output; final once the request has ended."""
+        request = self.request
+        if request.is_finished:
+            self._metrics.finished_time = self._metrics.finished_time or time.monotonic()
+            if self._detokenizer is not None:
+                self._detokenizer.finish()
+        self._metrics.num_preemptions = request.num_preemptions
+        completion = CompletionOutput(
+            index=0,
+            text="" if self._detokenizer is None else self._detokenizer.text,
+            token_ids=request.output_token_ids.tolist(),
+            finish_reason=None if request.finish_reason is None else request.finish_reason.value,
+            stop_reason=self.error if request.finish_reason is FinishReason.ERROR else request.stop_reason,
+            logprobs=self._logprobs,
+            cumulative_logprob=None if self._logprobs is None else self._cumulative_logprob,
+        )
+        return RequestOutput(
+            request_id=request.request_id,
+            prompt=self._prompt,
+            prompt_token_ids=request.token_ids[: request.num_prompt_tokens],
+            outputs=[completion],
+            finished=request.is_finished,
+            num_cached_tokens=request.num_cached_tokens,
+            metrics=self._metrics,
+            digest=None if self._digest is None else self._digest.hexdigest(),
+        )
+
+    def _decoded(self, token_id: int, logprob: Logprob) -> Logprob:
+        if self._tokenizer is None:
+            return logprob
+        return Logprob(logprob.logprob, logprob.rank, self._tokenizer.decode([token_id], skip_special_tokens=False))

@@ -1,0 +1,135 @@
+"""`LLM`: the offline entry point, with vLLM's names.
+
+May import everything below `engine/`. Invariant: `generate` returns outputs in the order of its prompts, all finished.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from longfill.config import EngineArgs
+from longfill.engine.engine import LLMEngine
+from longfill.engine.stats import EngineStats, StepStats
+from longfill.engine.tokenizer import Tokenizer
+from longfill.errors import CapacityError, ConfigError
+from longfill.models.config import ModelConfig
+from longfill.request import RequestOutput, SamplingParams, TokenIds
+from longfill.worker.memory import MemoryPlan
+
+Prompt = str | Sequence[int] | TokenIds | Mapping[str, Any]
+"""Text, token ids, or a mapping with `prompt` or `prompt_token_ids` (and `cache_salt`)."""
+
+
+class LLM:
+    """A model ready to generate.
+
+    >>> from longfill import LLM, SamplingParams
+    >>> llm = LLM("needle", max_model_len=4096)
+    >>> llm.generate("The access code of", SamplingParams(temperature=0, max_tokens=4))  # doctest: +SKIP
+    """
+
+    def __init__(self, model: str = "needle", **engine_args: Any) -> None:
+        try:
+            args = EngineArgs(model=model, **engine_args)
+        except TypeError as error:
+            raise ConfigError(f"LLM: {error}") from None
+        self._start(args)
+
+    @classmethod
+    def from_engine_args(cls, args: EngineArgs) -> LLM:
+        """The same from one validated object."""
+        llm = cls.__new__(cls)
+        llm._start(args)
+        return llm
+
+    def _start(self, args: EngineArgs) -> None:
+        self.engine_args = args
+        self.engine = LLMEngine(args)
+        self._ids = itertools.count()
+
+    @property
+    def model_name(self) -> str:
+        return self.engine_args.model
+
+    @property
+    def model_config(self) -> ModelConfig:
+        return self.engine.model_config
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        return self.engine.tokenizer
+
+    @property
+    def memory(self) -> MemoryPlan:
+        """What the memory budget was divided into at start."""
+        return self.engine.worker.memory
+
+    @property
+    def kernel_paths(self) -> dict[str, str]:
+        """Operation -> the implementation that runs it."""
+        return self.engine.worker.kernels.paths
+
+    @property
+    def stats(self) -> EngineStats:
+        """Totals over all steps so far."""
+        return self.engine.stats
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        on_step: Callable[[StepStats], None] | None = None,
+    ) -> list[RequestOutput]:
+        """Complete every prompt; `on_step` is called after each step (for progress).
+
+        One SamplingParams serves all prompts, or give one for each. If any prompt is refused, none is run.
+        """
+        batch = _as_list(prompts)
+        params = sampling_params if sampling_params is not None else SamplingParams()
+        each = [params] * len(batch) if isinstance(params, SamplingParams) else list(params)
+        if len(each) != len(batch):
+            raise ConfigError(f"generate: {len(batch)} prompts but {len(each)} sampling_params; give one, or one each")
+        ids = [str(next(self._ids)) for _ in batch]
+        try:
+            for request_id, prompt, wanted in zip(ids, batch, each, strict=True):
+                content, salt = _content(prompt)
+                self.engine.add_request(request_id, content, wanted, cache_salt=salt)
+            done = self._run(on_step)
+        except BaseException:
+            for request_id in ids:
+                self.engine.abort_request(request_id)
+            raise
+        return [done[request_id] for request_id in ids]
+
+    def _run(self, on_step: Callable[[StepStats], None] | None) -> dict[str, RequestOutput]:
+        done: dict[str, RequestOutput] = {}
+        while self.engine.has_unfinished_requests:
+            outputs = self.engine.step()
+            done.update({output.request_id: output for output in outputs if output.finished})
+            if self.engine.last_step is None:
+                raise CapacityError("no request can be scheduled and nothing runs: the KV pool is held from outside")
+            if on_step is not None:
+                on_step(self.engine.last_step)
+        return done
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt or many: a list of ints is one prompt."""
+    if isinstance(prompts, str | Mapping | np.ndarray):
+        return [prompts]
+    items: list[Any] = list(prompts)
+    return [items] if items and isinstance(items[0], int | np.integer) else items
+
+
+def _content(prompt: Prompt) -> tuple[str | Sequence[int] | TokenIds, str]:
+    if not isinstance(prompt, Mapping):
+        return prompt, ""
+    unknown = set(prompt) - {"prompt", "prompt_token_ids", "cache_salt"}
+    if unknown or ("prompt" in prompt) == ("prompt_token_ids" in prompt):
+        raise ConfigError(f"prompt {sorted(prompt)}: give either 'prompt' or 'prompt_token_ids', and 'cache_salt'")
+    return prompt.get("prompt", prompt.get("prompt_token_ids")), str(prompt.get("cache_salt", ""))

@@ -1,0 +1,228 @@
+"""The memory plan: what is reserved for what, before anything runs, and how many pages that leaves.
+
+May import the record layout, kernels' workspace sizes and the model's config. Invariant: the rows add up to no more
+than the budget, and a longer `max_model_len` never needs less.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from longfill.cache.layout import RecordLayout
+from longfill.config import DEFAULT_MEMORY_SHARE, EngineArgs, cgroup_cpu_count, cgroup_memory_limit, parse_bytes
+from longfill.errors import CapacityError
+from longfill.kernels import cpu
+from longfill.kernels.reference.linear import DEQUANT_ROWS, MIN_ROWS
+from longfill.kernels.select import KernelChoice
+from longfill.kernels.workspace import ATTENTION_TILE_BYTES, SELECT_TILE, WorkspaceSizes
+from longfill.models.config import ModelConfig
+from longfill.partition import prefill_workspace_rows
+from longfill.units import NumPages, PageSize, pages_for
+
+TILE_COPIES = 5
+"""Arrays of ATTENTION_TILE_BYTES that attention holds at its peak: rows as stored, decoded, scores, weights, out."""
+SELECT_BYTES = 32
+"""Bytes that selecting the top-k holds per score of a SELECT_TILE: comparisons, running counts, indices."""
+FACTOR_LIMIT = 262_144
+"""Contexts up to here have the larger workspace factor; see `partition.prefill_workspace_rows`."""
+
+
+@dataclass(frozen=True)
+class MemoryRow:
+    """One line of the start-up table."""
+
+    name: str
+    bytes: int
+    note: str
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """What the engine reserves. `num_pages` counts the null page; `page_bytes` is one record."""
+
+    budget: int
+    rows: tuple[MemoryRow, ...]
+    num_pages: int
+    page_bytes: int
+    bytes_per_token: int
+    max_model_len: int
+    workspace: WorkspaceSizes
+
+    @property
+    def total(self) -> int:
+        return sum(row.bytes for row in self.rows)
+
+
+def budget_bytes(args: EngineArgs) -> int:
+    """The budget as given, or the stated share of what the cgroup allows."""
+    if args.memory_budget is not None:
+        return parse_bytes(args.memory_budget)
+    return int(cgroup_memory_limit() * DEFAULT_MEMORY_SHARE)
+
+
+def plan_memory(
+    args: EngineArgs, config: ModelConfig, layout: RecordLayout, kernels: KernelChoice, *,
+    process_bytes: int, weight_bytes: int,
+) -> MemoryPlan:  # fmt: skip
+    """Divide the budget. `process_bytes` is what the process holds before the model; `weight_bytes` all weights.
+
+    Raises CapacityError when one request of `max_model_len` does not fit, naming the largest length that would.
+    """
+    budget = budget_bytes(args)
+    longest = args.max_model_len or config.max_position_embeddings
+
+    def fixed(max_model_len: int) -> list[MemoryRow]:
+        return _fixed_rows(args, config, layout, kernels, max_model_len, process_bytes, weight_bytes)
+
+    override = args.num_gpu_blocks_override
+
+    def needed(max_model_len: int) -> int:
+        pages = override if override is not None else _request_pages(max_model_len, layout.page_size)
+        return sum(row.bytes for row in fixed(max_model_len)) + layout.pool_bytes(NumPages(pages))
+
+    def fits(max_model_len: int) -> bool:
+        pages = _request_pages(max_model_len, layout.page_size)
+        return needed(max_model_len) <= budget and (override is None or pages <= override)
+
+    if not fits(longest):
+        raise CapacityError(_refusal(args, needed, fits, longest, budget))
+    rows = fixed(longest)
+    left = (budget - sum(row.bytes for row in rows)) // layout.record_bytes
+    useful = args.max_num_seqs * int(pages_for(longest, layout.page_size)) + 1
+    num_pages = NumPages(override if override is not None else min(left, useful))
+    request_bytes = layout.pool_bytes(pages_for(longest, layout.page_size))
+    note = (
+        f"{num_pages:,} pages x {layout.record_bytes:,} B; {layout.bytes_per_token:,} B a token; "
+        f"one request of {longest:,} tokens takes {request_bytes:,} B"
+    )
+    rows.append(MemoryRow("KV pages", layout.pool_bytes(num_pages), note))
+    return MemoryPlan(
+        budget=budget,
+        rows=tuple(rows),
+        num_pages=num_pages,
+        page_bytes=layout.record_bytes,
+        bytes_per_token=layout.bytes_per_token,
+        max_model_len=longest,
+        workspace=_workspace_sizes(args, config, layout, kernels, longest),
+    )
+
+
+def _request_pages(max_model_len: int, page_size: PageSize) -> NumPages:
+    """Pages of a pool that can hold one longest request: its own and the null page."""
+    return NumPages(pages_for(max_model_len, page_size) + 1)
+
+
+def _workspace_sizes(
+    args: EngineArgs, config: ModelConfig, layout: RecordLayout, kernels: KernelChoice, max_model_len: int
+) -> WorkspaceSizes:
+    topk = kernels.topk or 0
+    materialises = topk > 0 and not kernels.native_index
+    rows = context_workspace_rows(args, max_model_len)
+    width = config.kv_lora_rank + config.qk_rope_head_dim
+    return WorkspaceSizes(
+        logits_bytes=max_logits_bytes(args, max_model_len) if materialises else 0,
+        context_rows=rows if kernels.use_workspace else 0,
+        context_row_bytes=width * (4 if layout.latent_format == "float32" else 2),
+        selection_rows=args.max_num_batched_tokens if topk else 0,
+        topk=topk,
+    )
+
+
+def max_logits_bytes(args: EngineArgs, max_model_len: int) -> int:
+    """The limit of a q-chunk's scores, raised where a single row needs more: the one chunk that cannot be cut."""
+    return max(args.sparse_indexer_max_logits_mb * 2**20, 4 * max_model_len)
+
+
+def context_workspace_rows(args: EngineArgs, max_model_len: int) -> int:
+    """Rows of the gather workspace, made monotone: the factor's step from 5 to 2 would let a longer limit need less."""
+    factor = args.sparse_mla_prefill_workspace_factor
+    lengths = {max_model_len, min(max_model_len, FACTOR_LIMIT)}
+    return max(prefill_workspace_rows(length, factor) for length in lengths)
+
+
+def _fixed_rows(
+    args: EngineArgs, config: ModelConfig, layout: RecordLayout, kernels: KernelChoice, max_model_len: int,
+    process_bytes: int, weight_bytes: int,
+) -> list[MemoryRow]:  # fmt: skip
+    sizes = _workspace_sizes(args, config, layout, kernels, max_model_len)
+    tokens = args.max_num_batched_tokens
+    sampled = max(args.max_num_seqs, MIN_ROWS)
+    rows = [
+        MemoryRow("process", process_bytes, "Python, torch and libraries, measured before the model is loaded"),
+        MemoryRow("weights", weight_bytes, "memory-mapped where the dtype is the checkpoint's"),
+        MemoryRow("prompt ids", 32 * max_model_len, "text, token ids and page tables of one longest request"),
+        MemoryRow("activations", tokens * _activation_bytes(config), f"{tokens:,} rows of one step"),
+        MemoryRow("attention tiles", TILE_COPIES * ATTENTION_TILE_BYTES, "gathered rows and scores"),
+        MemoryRow("logits", 3 * 4 * sampled * config.vocab_size, f"{sampled} sampled rows, fp32"),
+    ]
+    if config.quant is not None:
+        rows.append(MemoryRow("fp8 slices", DEQUANT_ROWS * _widest_input(config) * 12, "weights in passing"))
+    if sizes.topk:
+        rows.append(MemoryRow("selection", 2 * sizes.selection_bytes, f"top-{sizes.topk} positions of {tokens:,} rows"))
+    if sizes.logits_bytes:
+        tiles = sizes.score_tile_bytes + SELECT_TILE * SELECT_BYTES
+        rows.append(MemoryRow("indexer scores", sizes.logits_bytes, "one query chunk"))
+        rows.append(MemoryRow("indexer tiles", tiles, "scoring and selection"))
+    if kernels.native_index:
+        rows.append(MemoryRow("indexer scratch", _native_index_bytes(args, config), "streaming scores and top-k"))
+    if sizes.context_bytes:
+        rows.append(MemoryRow("gather workspace", sizes.context_bytes, f"{sizes.context_rows:,} rows"))
+    return rows
+
+
+def _native_index_bytes(args: EngineArgs, config: ModelConfig) -> int:
+    indexer = config.indexer
+    assert indexer is not None
+    threads = args.num_threads or cgroup_cpu_count()
+    return cpu.scratch_bytes(heads=indexer.num_heads, dim=indexer.head_dim, topk=indexer.topk, num_threads=threads)
+
+
+def _widest_input(config: ModelConfig) -> int:
+    """Most columns of a weight that is stored in fp8."""
+    attention = max(config.hidden_size, config.q_lora_rank or 0, config.kv_lora_rank)
+    return max(attention, config.num_heads * config.v_head_dim, config.intermediate_size)
+
+
+def _activation_bytes(config: ModelConfig) -> int:
+    """Bytes a row holds at most: all intermediates of the wider half of a layer, as if they lived at once."""
+    size = 4 if config.dtype == "float32" else 2
+    width = config.kv_lora_rank + config.qk_rope_head_dim
+    heads = config.num_heads
+    attention = 4 * config.hidden_size + 2 * (config.q_lora_rank or 0) + 2 * width
+    attention += heads * (2 * config.qk_head_dim + 2 * width + config.kv_lora_rank + 2 * config.v_head_dim)
+    fp32 = heads * config.kv_lora_rank
+    if config.indexer is not None:
+        fp32 += 4 * config.indexer.num_heads * config.indexer.head_dim
+    inner = config.intermediate_size
+    experts = 0
+    if config.moe is not None:
+        shared = config.moe.moe_intermediate_size * max(1, config.moe.num_shared_experts)
+        inner = max(inner, shared, config.moe.moe_intermediate_size)
+        experts = config.hidden_size + 8 * config.moe.num_experts
+    mlp = 4 * config.hidden_size + 3 * inner
+    return max(size * attention + 4 * fp32, size * mlp + 4 * (2 * config.hidden_size + experts))
+
+
+def _refusal(
+    args: EngineArgs, needed: Callable[[int], int], fits: Callable[[int], bool], longest: int, budget: int
+) -> str:  # fmt: skip
+    low, high = 0, longest
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    override = args.num_gpu_blocks_override
+    pages = "" if override is None else f" with {override:,} pages (--num-gpu-blocks-override)"
+    if low < 2:
+        return (
+            f"--memory-budget {_gib(budget)}: the model{pages} needs {_gib(needed(2))} before any context; raise "
+            "--memory-budget, or lower --max-num-batched-tokens and --sparse-indexer-max-logits-mb"
+        )
+    return (
+        f"--max-model-len {longest:,}{pages} needs {_gib(needed(longest))}, more than the budget of {_gib(budget)} "
+        f"or the pages allow; the largest that fits is --max-model-len {low}"
+    )
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB"

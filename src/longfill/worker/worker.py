@@ -1,0 +1,127 @@
+"""One rank: a loaded model over its pool of pages, turning a step's plan into sampled tokens.
+
+May import torch, models, kernels and partition. Invariant: all memory is reserved by the plan made at start.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+import torch
+from torch import Tensor
+
+from longfill.cache.layout import RecordLayout
+from longfill.config import EngineArgs, cgroup_cpu_count
+from longfill.kernels.select import choose_kernels
+from longfill.kernels.workspace import Workspace
+from longfill.models.attention import Attend
+from longfill.models.config import ModelConfig
+from longfill.models.decoder import Decoder, up_projection_bytes
+from longfill.models.loading import load_model
+from longfill.models.rope import softmax_scale
+from longfill.partition import StepPlan, StepRequest, plan_step
+from longfill.units import NumPages, PageSize
+from longfill.worker.batch import step_rows
+from longfill.worker.memory import MemoryPlan, context_workspace_rows, max_logits_bytes, plan_memory
+from longfill.worker.pool import allocate_pool, latent_scales, layer_caches
+from longfill.worker.sampler import LogitsError, SampledToken, SampleInput, sample
+
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class StepResult:
+    """What a step gives back: tokens by request id, the logits they came from, and where the time went."""
+
+    sampled: dict[str, SampledToken]
+    logits: dict[str, Tensor]
+    """fp32 [vocabulary] of each sampling request."""
+    seconds: dict[str, float]
+    failed: dict[str, str]
+    """Request id -> why, for rows whose logits allow no token."""
+
+
+class Worker:
+    """Loads a model folder and runs steps. Raises ModelError, ConfigError or CapacityError before any work."""
+
+    def __init__(self, args: EngineArgs, folder: Path, config: ModelConfig) -> None:
+        threads = args.num_threads or cgroup_cpu_count()
+        torch.set_num_threads(threads)
+        self.args = args
+        self.config = config
+        self.layout = record_layout(args, config)
+        process_bytes = psutil.Process().memory_info().rss
+        dtype = getattr(torch, config.dtype)
+        weights = load_model(folder, config, dtype)
+        indexer = config.indexer
+        self.kernels = choose_kernels(
+            args,
+            topk=None if indexer is None else indexer.topk,
+            index_format=self.layout.index_format,
+            index_head_dim=self.layout.index_head_dim,
+        )
+        self.memory: MemoryPlan = plan_memory(
+            args, config, self.layout, self.kernels,
+            process_bytes=process_bytes, weight_bytes=weights.num_bytes + up_projection_bytes(weights),
+        )  # fmt: skip
+        self._workspace_rows = context_workspace_rows(args, self.memory.max_model_len)
+        attend = Attend(self.kernels, Workspace(self.memory.workspace), softmax_scale(config), num_threads=threads)
+        self.pool = allocate_pool(self.layout, NumPages(self.memory.num_pages))
+        caches = layer_caches(self.pool, self.layout, latent_scales(weights))
+        self.decoder = Decoder(config, weights, caches, attend)
+
+    def plan(self, requests: Sequence[StepRequest]) -> StepPlan:
+        """The step's integers, under this rank's limits."""
+        return plan_step(
+            requests,
+            page_size=self.layout.page_size,
+            topk=self.kernels.topk,
+            indexer_workspace_rows=self.memory.max_model_len,
+            max_logits_bytes=max_logits_bytes(self.args, self.memory.max_model_len),
+            workspace_rows=self._workspace_rows,
+        )
+
+    @torch.inference_mode()
+    def execute(self, plan: StepPlan, inputs: Sequence[SampleInput]) -> StepResult:
+        """Run a plan; `inputs` belong to its sampling requests, in order."""
+        logits_SV = self.decoder.forward(step_rows(plan))
+        start = time.perf_counter()
+        failed: dict[str, str] = {}
+        try:
+            tokens = sample(logits_SV, inputs)
+        except LogitsError as error:
+            failed = dict.fromkeys(error.request_ids, str(error))
+            kept = [i for i, row in enumerate(inputs) if row.request_id not in failed]
+            logits_SV, inputs = logits_SV[kept], [inputs[i] for i in kept]
+            tokens = sample(logits_SV, inputs)
+        seconds = self.decoder.seconds | {"sample": time.perf_counter() - start}
+        ids = [row.request_id for row in inputs]
+        return StepResult(dict(zip(ids, tokens, strict=True)), dict(zip(ids, logits_SV, strict=True)), seconds, failed)
+
+
+def record_layout(args: EngineArgs, config: ModelConfig) -> RecordLayout:
+    """The page record for a model: formats as given, or the model's dtype and, beside it, e4m3 index keys.
+
+    float32 models keep float32 index keys unless told otherwise: they are run for exactness.
+    """
+    latent = args.kv_cache_dtype
+    if latent == "auto":
+        latent = "float32" if config.dtype == "float32" else "bfloat16"
+    index = args.indexer_cache_dtype
+    if index == "auto":
+        index = "float32" if latent == "float32" else "fp8"
+    return RecordLayout(
+        page_size=PageSize(args.block_size),
+        num_layers=config.num_layers,
+        full_layers=config.full_indexer_layers,
+        latent_format=latent,
+        index_format=index if config.indexer is not None else None,
+        kv_lora_rank=config.kv_lora_rank,
+        rope_dim=config.qk_rope_head_dim,
+        index_head_dim=config.indexer.head_dim if config.indexer is not None else 0,
+    )

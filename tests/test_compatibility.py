@@ -1,0 +1,261 @@
+"""Every pair of features gives what each gives alone, or is refused with both names; docs/compatibility.md says which.
+
+A pair is run on a tiny random model: two requests at once, then the first again (a prefix hit).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from longfill import LLM, SamplingParams
+from longfill.compatibility import BY_NAME, FEATURES, OUTSIDE, Feature, Setup, cell, check, table
+from longfill.config import EngineArgs
+from longfill.errors import ConfigError, LongfillError
+from tests.engine.small_tokenizers import gpt2
+from tests.oracle.harness import oracle, run, tokens
+from tests.tiny import make_checkpoint
+
+TOPK, OTHER_TOPK = 8, 12
+PROMPTS = (tokens(23), tokens(22, 1))
+LONG_PROMPT = tokens(31, 2)
+MAX_TOKENS = 3
+PAGE = 4
+POOL = 13
+"""Pages that both prompts fit into, but not both with what they generate: one of them is preempted."""
+
+MEAN_ROUNDING = 0.3
+"""Most that rows may differ from float32 on average, those that select another key included; unrelated ones: 1.4."""
+
+MODEL_FIELDS: dict[str, dict[str, Any]] = {
+    "no indexer": {"family": "deepseek_v3", "n_group": 1},
+    "shared indexer layers": {"indexer_types": ["full", "shared"]},
+    "fp8 weights": {"fp8": True},
+}
+ARGUMENTS: dict[str, dict[str, Any]] = {
+    "index_topk": {"hf_overrides": {"index_topk": OTHER_TOPK}},
+    "sparse_mla_force_mqa": {"sparse_mla_force_mqa": True},
+    "sparse_mla_prefill_workspace_factor": {"sparse_mla_prefill_workspace_factor": 1},
+    "enable_prefix_caching": {"enable_prefix_caching": False},
+    "num_gpu_blocks_override": {"num_gpu_blocks_override": POOL},
+    "block_size": {"block_size": 8},
+    "max_num_batched_tokens": {"max_num_batched_tokens": 7},
+    "digest": {"digest": True},
+    "skip_tokenizer_init": {"skip_tokenizer_init": True},
+    "tokenizer": {"tokenizer": "OTHER"},
+}
+PARAMS: dict[str, dict[str, Any]] = {
+    "sampling": {"temperature": 1.0, "seed": 7},
+    "stop": {"stop": ["a string that never comes"]},
+}
+NEEDS = {"sparse_mla_prefill_workspace_factor": "attention_path=workspace"}
+
+
+def arguments(name: str) -> dict[str, Any]:
+    """Engine arguments that turn a feature on; `knob=value` features say so themselves."""
+    if "=" in name:
+        knob, value = name.split("=")
+        return {knob: value}
+    return ARGUMENTS.get(name, {})
+
+
+@dataclass
+class Result:
+    """Of each request: its tokens, the fp32 logits [V] behind each, the digest, and what happened to it."""
+
+    token_ids: list[list[int]] = field(default_factory=list)
+    logits: list[list[Tensor]] = field(default_factory=list)
+    digests: list[str | None] = field(default_factory=list)
+    cached: list[int] = field(default_factory=list)
+    preemptions: int = 0
+
+
+class Bench:
+    """Tiny models by the features that they have, and runs by the features that are on; each made once."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.run = functools.cache(self._run)
+        self.model = functools.cache(self._model)
+        self.rows = functools.cache(self._rows)
+        """Features that may change a row's logits -> the logits [L, V] of every row of a prompt."""
+        self.exact = functools.cache(self._exact)
+        """The same from the model alone, in float32, having checked that transformers agrees."""
+
+    def _model(self, names: frozenset[str], topk: int = TOPK) -> tuple[Path, Any]:
+        """(folder, the transformers model that it equals)."""
+        fields: dict[str, Any] = {"family": "glm_moe_dsa", "index_topk": topk, "index_n_heads": 16}
+        for name in names:
+            fields |= MODEL_FIELDS[name]
+        if fields["family"] == "deepseek_v3":
+            fields = {k: v for k, v in fields.items() if not k.startswith("index")}
+        sizes = {"num_hidden_layers": 2, "n_routed_experts": 4, "num_attention_heads": 2, "num_key_value_heads": 2}
+        folder = self.root / f"{'-'.join(sorted(names)).replace(' ', '_')}_{topk}"
+        model = make_checkpoint(folder, **fields, **sizes, kv_lora_rank=128)
+        gpt2().save(str(folder / "tokenizer.json"))
+        return folder, model
+
+    def llm(self, names: frozenset[str]) -> LLM:
+        folder, _ = self.model(names & frozenset(MODEL_FIELDS))
+        given: dict[str, Any] = {"max_model_len": 32, "max_num_seqs": 4, "block_size": PAGE, "num_threads": 1}
+        given |= {"memory_budget": "1500MiB", "sparse_indexer_max_logits_mb": 1}
+        for name in sorted(names):
+            given |= arguments(name)
+        if given.get("tokenizer") == "OTHER":
+            given["tokenizer"] = str(self.model(frozenset({"shared indexer layers"}))[0])
+        return LLM(str(folder), **given)
+
+    def _run(self, names: frozenset[str]) -> Result:
+        llm, result = self.llm(names), Result()
+        logits: dict[str, list[Tensor]] = {}
+        execute = llm.engine.worker.execute
+
+        def keep(*args: Any) -> Any:
+            step = execute(*args)
+            for request_id, row in step.logits.items():
+                logits.setdefault(request_id, []).append(row.clone())
+            return step
+
+        llm.engine.worker.execute = keep  # type: ignore[method-assign]
+        params = sampling(names)
+        for batch in (PROMPTS, PROMPTS[:1]):
+            for output in llm.generate([list(prompt) for prompt in batch], params):
+                result.token_ids.append(output.outputs[0].token_ids)
+                result.logits.append(logits[output.request_id])
+                result.digests.append(output.digest)
+                result.cached.append(output.num_cached_tokens)
+        result.preemptions = llm.stats.preemptions
+        return result
+
+    def _rows(self, names: frozenset[str]) -> Tensor:
+        return run(self.llm(names), LONG_PROMPT).logits
+
+    def _exact(self, names: frozenset[str]) -> Tensor:
+        rows = self.rows(names)
+        topk = OTHER_TOPK if "index_topk" in names else TOPK
+        _, model = self.model(names & frozenset(MODEL_FIELDS), topk)
+        assert difference(rows, oracle(model, LONG_PROMPT).logits).max() < 1e-5
+        return rows
+
+
+def sampling(names: frozenset[str]) -> SamplingParams:
+    fields: dict[str, Any] = {"temperature": 0.0, "max_tokens": MAX_TOKENS, "ignore_eos": True}
+    for name in names & frozenset(PARAMS):
+        fields |= PARAMS[name]
+    return SamplingParams(**fields)
+
+
+def difference(got: Tensor, want: Tensor) -> Tensor:
+    """Of each row: root mean square of the difference over that of `want`."""
+    return (got - want).square().mean(-1).sqrt() / want.square().mean(-1).sqrt()
+
+
+def with_needs(*features: Feature) -> frozenset[str]:
+    names = {feature.name for feature in features}
+    return frozenset(names | {NEEDS[name] for name in names & frozenset(NEEDS)})
+
+
+def pairs(*, refused: bool) -> list[Any]:
+    chosen = [
+        (a, b)
+        for a, b in itertools.combinations(FEATURES, 2)
+        if a.group != b.group and (cell(a, b) == "refused") == refused
+    ]
+    return [pytest.param(a, b, id=f"{a.name}-{b.name}".replace(" ", "_")) for a, b in chosen]
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    return Bench(tmp_path_factory.mktemp("compatibility"))
+
+
+@pytest.mark.parametrize(("first", "second"), pairs(refused=False))
+def test_every_allowed_pair_is_equal(bench: Bench, first: Feature, second: Feature) -> None:
+    names = with_needs(first, second)
+    got = bench.run(names)
+    kept = frozenset(name for name in names if BY_NAME[name].effect != "none")
+    same = bench.run(kept)
+    assert got.token_ids == same.token_ids
+    for rows, wanted in zip(got.logits, same.logits, strict=True):
+        assert all(torch.equal(row, want) for row, want in zip(rows, wanted, strict=True))
+    decides = kept - {"sampling"}  # which chooses among logits and changes none
+    exact = bench.exact(frozenset(name for name in decides if BY_NAME[name].effect == "model"))
+    allowed = sum(BY_NAME[name].tolerance for name in decides)
+    rounding = difference(bench.rows(decides), exact)
+    assert rounding.median() <= allowed
+    assert rounding.mean() <= MEAN_ROUNDING
+    for digest, rows in zip(got.digests, got.logits, strict=True):
+        hashed = hashlib.sha256(b"".join(row.numpy().tobytes() for row in rows)).hexdigest()
+        assert digest == (hashed if "digest" in names else None)
+
+
+@pytest.mark.parametrize(("first", "second"), pairs(refused=True))
+def test_every_refused_pair_is_refused_with_both_names(bench: Bench, first: Feature, second: Feature) -> None:
+    names = frozenset({first.name, second.name})
+    with pytest.raises(LongfillError) as error:
+        bench.llm(names).generate([list(PROMPTS[0])], sampling(names))
+    options = [first.option, second.option]
+    if names == {"index_topk", "no indexer"}:  # refused where config.json is read, in its words
+        options = ["index_topk", "deepseek_v3"]
+    assert all(option in str(error.value) for option in options)
+
+
+def test_a_refusal_comes_before_any_weight_is_read(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    def started(*_: Any) -> None:
+        raise AssertionError("the worker was made")
+
+    monkeypatch.setattr("longfill.engine.engine.Worker", started)
+    with pytest.raises(ConfigError, match="--sparse-mla-force-mqa and --model without an indexer"):
+        bench.llm(frozenset({"sparse_mla_force_mqa", "no indexer"}))
+
+
+def test_an_override_of_topk_is_refused_by_the_table_as_by_the_reader_of_config_json(bench: Bench) -> None:
+    model = bench.llm(frozenset({"no indexer"})).model_config
+    with pytest.raises(ConfigError, match="index_topk in --hf-overrides and --model without an indexer exclude"):
+        check(EngineArgs(hf_overrides={"index_topk": OTHER_TOPK}), model)
+
+
+@pytest.mark.parametrize("feature", FEATURES, ids=lambda feature: feature.name.replace(" ", "_"))
+def test_a_run_turns_on_the_features_that_it_is_named_after(bench: Bench, feature: Feature) -> None:
+    llm = bench.llm(with_needs(feature))
+    setup = Setup(llm.engine_args, llm.model_config, sampling(frozenset({feature.name})))
+    unnamed = {"dtype=float32", "attention_path=paged", "block_size"}  # of the checkpoint, the default, the bench
+    on = {other.name for other in FEATURES if other.enabled(setup)}
+    assert with_needs(feature) <= on <= with_needs(feature) | unnamed
+
+
+def test_the_runs_meet_what_makes_features_hard(bench: Bench) -> None:
+    plain = bench.run(frozenset())
+    assert plain.cached == [0, 0, 20]
+    assert bench.run(frozenset({"enable_prefix_caching"})).cached == [0, 0, 0]
+    assert bench.run(frozenset({"num_gpu_blocks_override"})).preemptions > 0
+    assert min(map(len, PROMPTS)) > OTHER_TOPK
+
+
+@pytest.mark.parametrize("name", [f.name for f in FEATURES if f.effect == "rounding" and f.tolerance])
+def test_a_rounding_feature_changes_something_and_stays_within_its_tolerance(bench: Bench, name: str) -> None:
+    changed = difference(bench.rows(frozenset({name})), bench.exact(frozenset()))
+    assert changed.max() > 0
+    assert changed.median() <= BY_NAME[name].tolerance
+
+
+def test_every_knob_has_a_row_or_a_reason_to_have_none() -> None:
+    rows: Mapping[str, Any] = {f.group: f for f in FEATURES} | {f.name: f for f in FEATURES}
+    inside = {"hf_overrides"}  # its field index_topk
+    for knob in dataclasses.fields(EngineArgs):
+        assert (knob.name in rows or knob.name in inside) != (knob.name in OUTSIDE), knob.name
+
+
+def test_docs_are_current() -> None:
+    page = Path(__file__).parents[1] / "docs" / "compatibility.md"
+    assert page.read_text(encoding="utf-8") == table(), "run: python -m longfill.compatibility > docs/compatibility.md"

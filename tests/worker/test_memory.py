@@ -1,0 +1,291 @@
+"""Memory: what a step takes beyond the reserved pools, and the numbers of the start-up table."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.allocations import Allocations, count_allocations, selfcheck
+from tests.oracle.harness import engine, tokens
+from tests.tiny import make_checkpoint
+
+from longfill import LLM, SamplingParams
+from longfill.config import EngineArgs
+from longfill.errors import CapacityError
+from longfill.kernels import workspace
+from longfill.kernels.reference import attention, indexer
+from longfill.kernels.select import choose_kernels
+from longfill.models.config import ModelConfig
+from longfill.models.decoder import up_projection_bytes
+from longfill.partition import StepRequest
+from longfill.worker import memory
+from longfill.worker.memory import MemoryPlan, plan_memory
+from longfill.worker.sampler import SampleInput
+from longfill.worker.worker import record_layout
+
+MIB = 2**20
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+TRANSIENT = ("activations", "attention tiles", "logits", "indexer tiles", "selection", "fp8 slices")
+"""Rows of the plan from which a running step allocates; the score tiles in the fourth are reserved at start."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    make_checkpoint(path, "glm_moe_dsa", max_position_embeddings=2**20, num_hidden_layers=2)
+    return path
+
+
+@pytest.fixture(scope="module")
+def dense_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("dense")
+    make_checkpoint(path, "deepseek_v3", num_hidden_layers=2, max_position_embeddings=2**20)
+    return path
+
+
+def run_step(llm: LLM, parts: list[tuple[int, int]], logprobs: int | None = None) -> Allocations:
+    """One step of requests (tokens cached, tokens in this step) that share their pages, all sampling."""
+    worker = llm.engine.worker
+    params = SamplingParams(temperature=0.7, top_p=0.9, seed=1, logprobs=logprobs)
+    page_size = worker.layout.page_size
+    requests = []
+    for i, (start, count) in enumerate(parts):
+        pages = np.arange(1, 1 - (-(start + count) // page_size), dtype=np.int64)
+        requests.append(StepRequest(str(i), start, count, pages, np.full(count, 5 + i, dtype=np.int64), True))
+    plan = worker.plan(requests)
+    inputs = [SampleInput(r.request_id, params, 1, 0) for r in plan.requests]
+    return count_allocations(lambda: worker.execute(plan, inputs))
+
+
+def started(folder: Path, max_model_len: int, **args: Any) -> LLM:
+    """An engine whose pool is zeroed, so that steps may attend to contexts that nobody computed."""
+    llm = engine(folder, max_model_len=max_model_len, memory_budget="4GiB", **args)
+    llm.engine.worker.pool.zero_()
+    return llm
+
+
+def test_the_counter_counts() -> None:
+    counted = selfcheck()
+    assert (counted.peak, counted.largest) == (3 * MIB, 2 * MIB)
+
+
+@pytest.mark.parametrize("path", ["paged", "workspace", "dense"])
+def test_mem_01_a_steps_memory_does_not_grow_with_the_context(
+    folder: Path, dense_folder: Path, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    monkeypatch.setattr(indexer, "SELECT_TILE", 2**13)
+    monkeypatch.setattr(indexer, "KEY_TILE", 512)
+    for module in (workspace, attention):
+        monkeypatch.setattr(module, "CONTEXT_TILE", 512)
+    where, args = (dense_folder, {}) if path == "dense" else (folder, {"attention_path": path})
+    chunk = 16
+    llm = started(
+        where, 2**15, max_num_batched_tokens=chunk, max_num_seqs=1, sparse_indexer_max_logits_mb=2, **args
+    )  # fmt: skip
+    counted = {length: run_step(llm, [(length - chunk, chunk)]) for length in (2**10, 2**12, 2**15)}
+    first, *later = counted.values()
+    for length, step in zip(list(counted)[1:], later, strict=True):
+        assert step.peak <= 1.05 * first.peak, f"{length} tokens of context: {step.peak:,} B, {first.peak:,} before"
+        assert step.largest <= 1.05 * first.largest, f"{length} tokens of context: one of {step.largest:,} B"
+
+
+def transient(plan: MemoryPlan) -> int:
+    """Bytes that the plan grants to a running step beyond what is reserved at start."""
+    reserved = plan.workspace.score_tile_bytes + plan.workspace.selection_bytes if plan.workspace.topk else 0
+    return sum(row.bytes for row in plan.rows if row.name in TRANSIENT) - reserved
+
+
+@pytest.mark.parametrize("path", ["paged", "workspace", "dense", "all sparse"])
+def test_mem_02_the_worst_step_stays_within_the_plan(folder: Path, dense_folder: Path, path: str) -> None:
+    """Last chunk at the longest context beside as many decodes as may run, log-probabilities on."""
+    where = dense_folder if path == "dense" else folder
+    args: dict[str, Any] = {
+        "dense": {},
+        "all sparse": {"sparse_mla_force_mqa": True, "hf_overrides": {"index_topk": 512}},
+    }.get(path, {"attention_path": path})
+    longest, seqs, budget = 2048, 32, 512
+    llm = started(where, longest, max_num_seqs=seqs, max_num_batched_tokens=budget, **args)
+    chunk = budget - (seqs - 1)
+    step = run_step(llm, [(longest - 1 - chunk, chunk), *[(longest - 2, 1)] * (seqs - 1)], logprobs=64)
+    assert step.peak <= transient(llm.memory), "more than the plan lists"
+    assert step.largest <= 16 * MIB, "a large allocation outside the reserved pools"
+
+
+@pytest.mark.parametrize("rows", [(0, 512), (8, 504), (0, 16)])
+def test_mem_02_a_first_chunk_stays_within_the_plan(folder: Path, rows: tuple[int, int]) -> None:
+    for seqs in (1, 4):
+        llm = started(folder, 1024, max_num_seqs=seqs, max_num_batched_tokens=512)
+        assert run_step(llm, [rows]).peak <= transient(llm.memory)
+
+
+def test_mem_02_fp8_weights_are_in_the_plan(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "glm_moe_dsa", fp8=True, dtype=torch.bfloat16)
+    llm = started(tmp_path, 1024, dtype="auto", max_num_seqs=1, max_num_batched_tokens=64)
+    decoder = llm.engine.worker.decoder
+    kept = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for pair in decoder._up for t in pair}
+    assert sum(kept.values()) == up_projection_bytes(decoder.weights) > 0
+    weights = next(row for row in llm.memory.rows if row.name == "weights")
+    assert weights.bytes == decoder.weights.num_bytes + sum(kept.values())
+    assert run_step(llm, [(900, 64)]).peak <= transient(llm.memory)
+
+
+def test_mem_03_a_full_pool_parks_the_long_request(folder: Path) -> None:
+    """A prompt in mid-prefill finds every page taken by running requests: it waits, loses nothing, ends the same."""
+    args: dict[str, Any] = {"block_size": 4, "max_num_batched_tokens": 16, "max_model_len": 128, "max_num_seqs": 4}
+    prompts = [tokens(20, seed=1), tokens(22, seed=2), tokens(90, seed=3)]
+    params = [dataclasses.replace(GREEDY, max_tokens=n) for n in (60, 60, 8)]
+    free = engine(folder, **args, memory_budget="2GiB").generate(prompts, params)
+    llm = engine(folder, **args, num_gpu_blocks_override=42)
+    llm.engine.add_request("a", prompts[0], params[0])
+    llm.engine.add_request("b", prompts[1], params[1])
+    llm.engine.add_request("long", prompts[2], params[2])
+    done, parked = {}, 0
+    for _ in range(1000):
+        done.update({out.request_id: out for out in llm.engine.step() if out.finished})
+        llm.engine.cache.check()
+        parked += llm.engine.scheduler.num_waiting > 0
+        if not llm.engine.has_unfinished_requests:
+            break
+    assert parked > 5, "the pool was never full"
+    got = [done[name].outputs[0].token_ids for name in ("a", "b", "long")]
+    assert got == [out.outputs[0].token_ids for out in free]
+    assert llm.engine.cache.num_free_pages == llm.engine.cache.num_usable_pages
+
+
+def plan(folder: Path, process_bytes: int = 300 * MIB, weight_bytes: int = 50 * MIB, **args: Any) -> MemoryPlan:
+    engine_args = EngineArgs(model=str(folder), **({"memory_budget": "2GiB", "max_num_seqs": 4} | args))
+    config = ModelConfig.from_folder(folder, None)
+    layout = record_layout(engine_args, config)
+    assert config.indexer is not None
+    kernels = choose_kernels(
+        engine_args,
+        topk=config.indexer.topk,
+        index_format=layout.index_format,
+        index_head_dim=layout.index_head_dim,
+    )
+    return plan_memory(engine_args, config, layout, kernels, process_bytes=process_bytes, weight_bytes=weight_bytes)
+
+
+CONFIGS: list[dict[str, Any]] = [
+    {"max_model_len": 4096},
+    {"max_model_len": 100_000, "block_size": 16},
+    {"max_model_len": 4096, "kv_cache_dtype": "fp8_ds_mla"},
+    {"max_model_len": 4096, "attention_path": "workspace"},
+    {"max_model_len": 4096, "num_gpu_blocks_override": 100},
+]
+
+
+@pytest.mark.parametrize("args", CONFIGS)
+def test_mem_06_the_printed_numbers_add_up(folder: Path, args: dict[str, Any]) -> None:
+    made = plan(folder, **args)
+    pool = made.rows[-1]
+    page_size = args.get("block_size", 64)
+    assert pool.name == "KV pages"
+    assert made.page_bytes == page_size * made.bytes_per_token
+    assert pool.bytes == made.num_pages * page_size * made.bytes_per_token
+    assert made.total == sum(row.bytes for row in made.rows) <= made.budget == 2 * 2**30
+    printed = [int(n.replace(",", "")) for n in re.findall(r"[\d,]*\d", pool.note)]
+    longest = -(-args["max_model_len"] // page_size) * page_size * made.bytes_per_token
+    assert printed == [made.num_pages, made.page_bytes, made.bytes_per_token, args["max_model_len"], longest]
+    if "num_gpu_blocks_override" in args:
+        assert made.num_pages == args["num_gpu_blocks_override"]
+
+
+def test_mem_06_the_pool_that_is_printed_is_the_pool_that_is_reserved(folder: Path) -> None:
+    llm = engine(folder, max_model_len=1000)
+    worker, made = llm.engine.worker, llm.memory
+    assert worker.pool.nbytes == made.rows[-1].bytes
+    space = worker.decoder.attend.workspace
+    tiles = next(row.bytes for row in made.rows if row.name == "indexer tiles")
+    assert space._logits.nbytes == next(row.bytes for row in made.rows if row.name == "indexer scores")
+    assert space._tile.nbytes == made.workspace.score_tile_bytes < tiles
+    assert space._selection.nbytes == made.workspace.selection_bytes
+
+
+def suggested(error: CapacityError) -> int:
+    match = re.search(r"the largest that fits is --max-model-len (\d+)", str(error))
+    assert match is not None, str(error)
+    return int(match[1])
+
+
+REFUSED: list[dict[str, Any]] = [
+    {"memory_budget": "1100MiB"},
+    {"memory_budget": "1GiB", "block_size": 1},
+    {"memory_budget": "1300MiB", "attention_path": "workspace"},
+    {"memory_budget": "900MiB", "attention_path": "workspace"},
+    {"memory_budget": "900MiB", "attention_path": "workspace", "kv_cache_dtype": "fp8_ds_mla"},
+    {"kv_cache_dtype": "fp8_ds_mla", "sparse_indexer_max_logits_mb": 1, "memory_budget": "600MiB"},
+    {"num_gpu_blocks_override": 33},
+    {"num_gpu_blocks_override": 2},
+    {"num_gpu_blocks_override": 12_000, "attention_path": "workspace"},
+]
+
+
+@pytest.mark.parametrize("args", REFUSED)
+def test_mem_06_the_suggested_length_starts_and_one_more_does_not(folder: Path, args: dict[str, Any]) -> None:
+    with pytest.raises(CapacityError) as refused:
+        plan(folder, max_model_len=2**20, **args)
+    length = suggested(refused.value)
+    made = plan(folder, max_model_len=length, **args)
+    assert made.total <= made.budget
+    with pytest.raises(CapacityError) as again:
+        plan(folder, max_model_len=length + 1, **args)
+    assert suggested(again.value) == length
+
+
+@pytest.mark.parametrize("args", [{}, {"attention_path": "workspace"}, {"num_gpu_blocks_override": 5000}])
+def test_mem_06_a_longer_limit_never_needs_less(folder: Path, args: dict[str, Any]) -> None:
+    lengths = [2, 64, 65, 4096, 100_000, 262_143, 262_144, 262_145, 300_000, 655_360, 655_361, 2**20]
+    budget = {"memory_budget": "64GiB"}
+    fixed = [
+        sum(r.bytes for r in plan(folder, max_model_len=n, **args, **budget).rows[:-1])
+        for n in lengths
+        if fits(args, n)
+    ]
+    assert fixed == sorted(fixed)
+    assert len(fixed) >= 7
+    # What is accepted at a length is accepted at every shorter one, for budgets around each length's need.
+    for need in sorted({bytes_ + extra for bytes_ in fixed for extra in (2**20, 2**25, 2**28)}):
+        accepted = [accepts(folder, n, memory_budget=str(need), **args) for n in lengths]
+        assert accepted == sorted(accepted, reverse=True)
+
+
+def fits(args: dict[str, Any], length: int) -> bool:
+    pages = args.get("num_gpu_blocks_override")
+    return pages is None or -(-length // 64) + 1 <= pages
+
+
+def accepts(folder: Path, length: int, **args: Any) -> bool:
+    try:
+        plan(folder, max_model_len=length, **args)
+    except CapacityError:
+        return False
+    return True
+
+
+def test_mem_06_too_many_pages_by_hand_are_refused(folder: Path) -> None:
+    with pytest.raises(CapacityError, match=r"1,000,000 pages \(--num-gpu-blocks-override\)"):
+        plan(folder, max_model_len=4096, num_gpu_blocks_override=1_000_000)
+
+
+def test_mem_06_a_budget_without_room_for_the_model_says_so(folder: Path) -> None:
+    with pytest.raises(CapacityError, match="raise --memory-budget"):
+        plan(folder, max_model_len=4096, memory_budget="100MiB")
+
+
+def test_mem_06_a_request_of_the_longest_length_runs_in_the_smallest_pool(folder: Path) -> None:
+    pages = 1 + 200 // 8
+    llm = engine(folder, max_model_len=200, block_size=8, num_gpu_blocks_override=pages)
+    out = llm.generate(tokens(199), GREEDY)[0]
+    assert out.outputs[0].finish_reason == "length"
+    assert len(out.outputs[0].token_ids) == 1
+
+
+def test_the_factor_limit_is_the_partitions() -> None:
+    assert memory.context_workspace_rows(EngineArgs(), memory.FACTOR_LIMIT) == 5 * memory.FACTOR_LIMIT
+    assert memory.context_workspace_rows(EngineArgs(), memory.FACTOR_LIMIT + 1) == 5 * memory.FACTOR_LIMIT
