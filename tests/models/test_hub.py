@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.resources
 import json
 import shutil
 from pathlib import Path
@@ -35,12 +34,12 @@ def test_a_local_folder_is_itself(folder: Path, monkeypatch: pytest.MonkeyPatch)
     assert resolve_model("./model") == Path("model")
 
 
-def test_needle_is_the_bundled_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    bundled = tmp_path / "needle" / "model"
-    bundled.mkdir(parents=True)
-    (bundled / "config.json").write_text("{}")
-    monkeypatch.setattr(importlib.resources, "files", lambda package: {"longfill": tmp_path}[package])
-    assert resolve_model("needle") == bundled
+def test_needle_is_the_bundled_folder() -> None:
+    folder = resolve_model("needle")
+    assert folder.parts[-3:] == ("longfill", "needle", "model")
+    assert (folder / "model.safetensors").is_file()
+    assert (folder / "tokenizer.json").is_file()
+
 
 
 @pytest.mark.parametrize("name", ["/no/such/folder", "./none", "none", "a/b/c", "~nobody/x", "", "not a repo/at all"])

@@ -1,6 +1,6 @@
 """Writes a trained needle model as a Hugging Face checkpoint folder: weights, configuration, tokenizer, template.
 
-python training/needle/export.py --state build/needle/state.pt --out src/longfill/needle/model
+python training/needle/export.py --state build/needle.pt --out src/longfill/needle/model
 """
 
 from __future__ import annotations

@@ -7,7 +7,6 @@ its `weights_revision` is the same on every machine that has the same files.
 from __future__ import annotations
 
 import hashlib
-import importlib.resources
 import os
 import re
 from pathlib import Path
@@ -16,6 +15,8 @@ from longfill.errors import ModelError
 from longfill.models.checkpoint import Checkpoint
 
 BUNDLED = "needle"
+BUNDLED_FOLDER = Path(__file__).resolve().parents[1] / "needle" / "model"
+"""Beside the code in every kind of installation; an editable one spreads the package over two folders."""
 _PATTERNS = [
     "config.json",
     "generation_config.json",
@@ -35,7 +36,7 @@ def resolve_model(name: str, revision: str | None = None) -> Path:
     has no config.json, the hub cannot be reached, or a `revision` is given for what is not on the hub.
     """
     if name == BUNDLED:
-        folder = Path(str(importlib.resources.files("longfill"))) / "needle" / "model"
+        folder = BUNDLED_FOLDER
     else:
         folder = Path(name).expanduser()
     if name == BUNDLED or folder.is_dir():
