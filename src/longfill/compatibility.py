@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from longfill.config import EngineArgs
+from longfill.config import EngineArgs, cache_formats
 from longfill.errors import ConfigError
 from longfill.request import SamplingParams
 
@@ -97,6 +97,18 @@ def _dtype(value: str, tolerance: float = 0.0) -> Feature:
     )
 
 
+def _index_format(value: str, tolerance: float = 0.0) -> Feature:
+    """The format that index keys are kept in, be it asked for or what `auto` stands for."""
+
+    def enabled(s: Setup) -> bool:
+        if s.args.indexer_cache_dtype == "auto" and s.model.indexer is None:
+            return False
+        return cache_formats(s.args, s.model.dtype)[1] == value
+
+    knob = "indexer_cache_dtype"
+    return Feature(f"{knob}={value}", f"--indexer-cache-dtype {value}", knob, "rounding", enabled, tolerance)
+
+
 FEATURES: tuple[Feature, ...] = (
     Feature("no indexer", "--model without an indexer", "indexer", "model", lambda s: s.model.indexer is None),
     Feature(
@@ -119,8 +131,10 @@ FEATURES: tuple[Feature, ...] = (
     _value("kv_cache_dtype", "bfloat16", "rounding", 0.005),
     _value("kv_cache_dtype", "fp8", "rounding", 0.06),
     _value("kv_cache_dtype", "fp8_ds_mla", "rounding", 0.06),
-    _value("indexer_cache_dtype", "float32", "rounding"),
-    _value("indexer_cache_dtype", "fp8", "rounding", 0.005),
+    _index_format("float32"),
+    _index_format("fp8", 0.005),
+    _value("kernel_backend", "reference", "rounding"),
+    _value("kernel_backend", "cpu", "rounding"),
     _changed("sparse_mla_force_mqa", "rounding", 1e-5),
     Feature(
         "attention_path=paged", "--attention-path paged", "attention_path", "none",
@@ -137,7 +151,7 @@ FEATURES: tuple[Feature, ...] = (
     _changed("tokenizer", "none"),
     Feature("stop", "stop strings", "stop", "none", lambda s: s.params is not None and bool(s.params.stop_strings)),
 )  # fmt: skip
-"""Every feature of today. `attention_path` auto is paged."""
+"""Every feature of today. `attention_path` auto is paged; `kernel_backend` auto is cpu where that can be had."""
 
 _NO_INDEXER = "the model attends to every position, so nothing would honour it; drop {0}"
 
@@ -150,8 +164,15 @@ REFUSED: tuple[Refusal, ...] = (
             "sparse_mla_prefill_workspace_factor",
             "indexer_cache_dtype=float32",
             "indexer_cache_dtype=fp8",
+            "kernel_backend=cpu",
             "index_topk",  # config.json's reader refuses it first, when it meets the field
         )
+    ),
+    Refusal(
+        "kernel_backend=cpu",
+        "indexer_cache_dtype=float32",
+        "the native index_topk reads fp8 index keys, and --indexer-cache-dtype auto is float32 beside float32 latent "
+        "rows; add --indexer-cache-dtype fp8 or drop {0}",
     ),
     Refusal(
         "sparse_mla_prefill_workspace_factor",
@@ -231,7 +252,12 @@ _TOLERANCES = """Of each row of a prompt: root mean square of the logits' differ
 logits. The median over the rows must be within the tolerance; a pair may have the sum of both. It is the median because
 the tests' model is random and keeps 8 keys: a key chosen otherwise changes its row far more than rounding does. The
 mean over all rows, those included, must be within 0.3; unrelated logits differ by 1.4. A dtype brings the defaults of
-the cache formats with it."""
+the cache formats with it.
+
+The two kernel backends select the exact top-k of scores that they sum in different orders, so they may keep different
+keys only where two scores are closer than fp32 rounding. A row that keeps the same keys, after rows that do, has the
+same bits from both: hence 0, and no promise of the same bits between them. --kernel-backend auto is cpu for fp8 index
+keys where the native kernels are installed, and else reference."""
 
 if __name__ == "__main__":
     print(table(), end="")

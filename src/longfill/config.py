@@ -124,6 +124,20 @@ def choices_of(knob: str) -> tuple[str, ...]:
     return get_args(kinds[knob]) if knob in kinds else ()
 
 
+def cache_formats(args: EngineArgs, dtype: str) -> tuple[str, str]:
+    """(latent rows, index keys) of a model that runs in `dtype`: the formats as given, or what `auto` stands for.
+
+    float32 models keep float32 index keys unless told otherwise: they are run for exactness.
+    """
+    latent: str = args.kv_cache_dtype
+    if latent == "auto":
+        latent = "float32" if dtype == "float32" else "bfloat16"
+    index: str = args.indexer_cache_dtype
+    if index == "auto":
+        index = "float32" if latent == "float32" else "fp8"
+    return latent, index
+
+
 _UNITS = {"": 1, "b": 1}
 _UNITS |= {f"{p}b": 1000**i for i, p in enumerate("kmgt", 1)}
 _UNITS |= {f"{p}ib": 1024**i for i, p in enumerate("kmgt", 1)}

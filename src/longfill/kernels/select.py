@@ -44,7 +44,10 @@ class KernelChoice:
 def choose_kernels(
     args: EngineArgs, *, topk: int | None, index_format: str | None, index_head_dim: int
 ) -> KernelChoice:
-    """Decide for a model. Raises ConfigError where `--kernel-backend cpu` cannot be had for it."""
+    """Decide for a model. Raises ConfigError where `--kernel-backend cpu` cannot be had here or for its shapes.
+
+    Options that exclude `--kernel-backend cpu` are refused before, by `compatibility.check`.
+    """
     has_indexer = topk is not None
     return KernelChoice(
         topk=topk,
@@ -55,13 +58,11 @@ def choose_kernels(
 
 
 def _native_index(backend: str, index_format: str | None, head_dim: int) -> bool:
-    if backend == "reference":
+    if backend == "reference" or index_format != "fp8":
         return False
     obstacles = []
     if not available():
         obstacles.append(describe())
-    if index_format != "fp8":
-        obstacles.append(f"it reads fp8 index keys, not {index_format} ones (--indexer-cache-dtype)")
     if head_dim % HEAD_DIM_STEP:
         obstacles.append(f"index_head_dim {head_dim} is no multiple of {HEAD_DIM_STEP}")
     if obstacles and backend == "cpu":

@@ -30,7 +30,7 @@ class WorkspaceSizes:
     """What to reserve. `context_rows` > 0 only for the workspace attention path."""
 
     logits_bytes: int
-    """At least one row over `max_model_len` keys: the one q-chunk that the partition cannot cut."""
+    """At least one row over `max_model_len` keys: the one q-chunk that the partition cannot cut. 0: no scores kept."""
     context_rows: int
     context_row_bytes: int
     selection_rows: int
@@ -38,7 +38,7 @@ class WorkspaceSizes:
 
     @property
     def score_tile_bytes(self) -> int:
-        return ROW_TILE * KEY_TILE * 4
+        return ROW_TILE * KEY_TILE * 4 if self.logits_bytes else 0
 
     @property
     def context_bytes(self) -> int:

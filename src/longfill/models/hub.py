@@ -35,10 +35,7 @@ def resolve_model(name: str, revision: str | None = None) -> Path:
     A local folder wins over a hub id of the same spelling. Raises `ModelError` when `name` is none of them, the folder
     has no config.json, the hub cannot be reached, or a `revision` is given for what is not on the hub.
     """
-    if name == BUNDLED:
-        folder = BUNDLED_FOLDER
-    else:
-        folder = Path(name).expanduser()
+    folder = BUNDLED_FOLDER if name == BUNDLED else Path(name).expanduser()
     if name == BUNDLED or folder.is_dir():
         if revision is not None:
             raise ModelError(f"--revision {revision} applies to hub ids only, and {name} is a local folder")

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from longfill.cache.layout import RecordLayout
-from longfill.config import EngineArgs, cgroup_cpu_count
+from longfill.config import EngineArgs, cache_formats, cgroup_cpu_count
 from longfill.kernels.select import choose_kernels
 from longfill.kernels.workspace import Workspace
 from longfill.models.attention import Attend
@@ -105,16 +105,8 @@ class Worker:
 
 
 def record_layout(args: EngineArgs, config: ModelConfig) -> RecordLayout:
-    """The page record for a model: formats as given, or the model's dtype and, beside it, e4m3 index keys.
-
-    float32 models keep float32 index keys unless told otherwise: they are run for exactness.
-    """
-    latent = args.kv_cache_dtype
-    if latent == "auto":
-        latent = "float32" if config.dtype == "float32" else "bfloat16"
-    index = args.indexer_cache_dtype
-    if index == "auto":
-        index = "float32" if latent == "float32" else "fp8"
+    """The page record for a model, in the formats of `config.cache_formats`."""
+    latent, index = cache_formats(args, config.dtype)
     return RecordLayout(
         page_size=PageSize(args.block_size),
         num_layers=config.num_layers,

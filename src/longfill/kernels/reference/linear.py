@@ -16,6 +16,9 @@ from longfill.kernels.reference.elementwise import sigmoid, silu
 
 MIN_ROWS = 16
 """Calls are padded to this many rows: below it the BLAS behind torch sums in other orders (measured: 1 to 3 rows)."""
+ROW_BLOCK = 1024
+"""Most rows of one call. With the tail padded to a power of two, a weight meets few shapes: the BLAS behind torch keeps
+code and scratch for every shape that it has seen, and expert batches would show it a new one at every step."""
 DEQUANT_ROWS = 1024
 """Output rows of an fp8 weight that are dequantised at once."""
 
@@ -31,18 +34,28 @@ def pad_rows(x: Tensor) -> Tensor:
 
 def linear(x_TC: Tensor, weight: Linear) -> Tensor:
     """`x @ W.T + b` in the dtype of `x`: [T, C] -> [T, O]; fp8 weights are dequantised a slice at a time."""
-    padded = pad_rows(x_TC)
     if weight.scale is None:
-        out_TO = _product(padded, weight.weight, weight.bias)
-    else:
-        slices = [
-            _product(padded, dequantise(weight, first, min(first + DEQUANT_ROWS, weight.weight.shape[0]), x_TC.dtype))
-            for first in range(0, weight.weight.shape[0], DEQUANT_ROWS)
-        ]
-        out_TO = torch.cat(slices, -1)
-        if weight.bias is not None:
-            out_TO = out_TO + weight.bias
-    return out_TO[: x_TC.shape[0]]
+        return _blocks(x_TC, weight.weight, weight.bias)
+    slices = [
+        _blocks(x_TC, dequantise(weight, first, min(first + DEQUANT_ROWS, weight.weight.shape[0]), x_TC.dtype))
+        for first in range(0, weight.weight.shape[0], DEQUANT_ROWS)
+    ]
+    out_TO = torch.cat(slices, -1)
+    return out_TO if weight.bias is None else out_TO + weight.bias
+
+
+def _blocks(x_TC: Tensor, weight_OC: Tensor, bias_O: Tensor | None = None) -> Tensor:
+    """`F.linear` in blocks of ROW_BLOCK rows, the last one padded to a power of two."""
+    num_rows = x_TC.shape[0]
+    out_TO = x_TC.new_empty(num_rows, weight_OC.shape[0])
+    for first in range(0, num_rows, ROW_BLOCK):
+        block = x_TC[first : first + ROW_BLOCK]
+        height = block.shape[0]
+        padded_height = max(MIN_ROWS, 1 << (height - 1).bit_length())
+        if padded_height > height:
+            block = torch.cat([block, block.new_zeros(padded_height - height, block.shape[1])])
+        out_TO[first : first + height] = _product(block, weight_OC, bias_O)[:height]
+    return out_TO
 
 
 def _product(x_TC: Tensor, weight_OC: Tensor, bias_O: Tensor | None = None) -> Tensor:
