@@ -16,6 +16,9 @@ PIP    := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c co
 # Each test process computes on one thread: JOBS processes share the cores.
 PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest -q -n $(JOBS)
 
+# What an installation is made from: it holds compiled kernels, so a change of theirs installs anew.
+BUILT  := pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*)
+
 .PHONY: help demo test test-all lint clean
 .DEFAULT_GOAL := help
 
@@ -41,12 +44,12 @@ clean:
 	rm -rf $(VENV) .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache
 
 # The stamps make a second `make demo` or `make test` start at once.
-$(VENV)/.run: pyproject.toml constraints.txt | $(BIN)/python
+$(VENV)/.run: $(BUILT) | $(BIN)/python
 	@echo "installing longfill into $(VENV) (minutes the first time: PyTorch is large)"
 	@$(PIP) -e .
 	@touch $@
 
-$(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
+$(VENV)/.dev: $(BUILT) | $(BIN)/python
 	@echo "installing longfill and its development tools into $(VENV) (minutes the first time: PyTorch is large)"
 	@$(PIP) -e '.[dev]'
 	@touch $@ $(VENV)/.run

@@ -1,12 +1,14 @@
-"""Counts what torch allocates on the CPU while something runs: every allocation, inside operators too.
+"""Counts what is allocated on the CPU while something runs: by torch, inside operators too, or by native code.
 
-For tests only. Uses the profiler's memory events, which come from the allocator itself.
+For tests only. Torch's come from the profiler's memory events, which the allocator itself makes; native code's are what
+the process took from the system.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -46,3 +48,16 @@ def selfcheck() -> Allocations:
         torch.empty(2**21, dtype=torch.uint8)
 
     return count_allocations(run)
+
+
+def count_native(run: Callable[[], Any]) -> int:
+    """Bytes by which the process's resident memory rose at most while `run` ran (Linux)."""
+    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark becomes what is resident now
+    before = _status("VmRSS")
+    run()
+    return max(0, _status("VmHWM") - before)
+
+
+def _status(name: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))

@@ -23,6 +23,7 @@ from longfill.compatibility import BY_NAME, FEATURES, OUTSIDE, Feature, Setup, c
 from longfill.config import EngineArgs
 from longfill.errors import ConfigError, LongfillError
 from tests.engine.small_tokenizers import gpt2
+from tests.native import needs_native
 from tests.oracle.harness import oracle, run, tokens
 from tests.tiny import make_checkpoint
 
@@ -58,7 +59,10 @@ PARAMS: dict[str, dict[str, Any]] = {
     "sampling": {"temperature": 1.0, "seed": 7},
     "stop": {"stop": ["a string that never comes"]},
 }
-NEEDS = {"sparse_mla_prefill_workspace_factor": "attention_path=workspace"}
+NEEDS = {
+    "sparse_mla_prefill_workspace_factor": "attention_path=workspace",
+    "kernel_backend=cpu": "indexer_cache_dtype=fp8",  # which the bench's float32 models have only when told to
+}
 
 
 def arguments(name: str) -> dict[str, Any]:
@@ -165,13 +169,20 @@ def with_needs(*features: Feature) -> frozenset[str]:
     return frozenset(names | {NEEDS[name] for name in names & frozenset(NEEDS)})
 
 
+def marks(*features: Feature) -> list[Any]:
+    return [needs_native] if any(feature.name == "kernel_backend=cpu" for feature in features) else []
+
+
 def pairs(*, refused: bool) -> list[Any]:
     chosen = [
         (a, b)
         for a, b in itertools.combinations(FEATURES, 2)
         if a.group != b.group and (cell(a, b) == "refused") == refused
     ]
-    return [pytest.param(a, b, id=f"{a.name}-{b.name}".replace(" ", "_")) for a, b in chosen]
+    return [
+        pytest.param(a, b, id=f"{a.name}-{b.name}".replace(" ", "_"), marks=[] if refused else marks(a, b))
+        for a, b in chosen
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -225,11 +236,40 @@ def test_an_override_of_topk_is_refused_by_the_table_as_by_the_reader_of_config_
         check(EngineArgs(hf_overrides={"index_topk": OTHER_TOPK}), model)
 
 
-@pytest.mark.parametrize("feature", FEATURES, ids=lambda feature: feature.name.replace(" ", "_"))
+@pytest.mark.parametrize("args", [{}, {"kv_cache_dtype": "float32", "dtype": "bfloat16"}])
+def test_native_kernels_are_refused_for_index_keys_that_auto_makes_float32(bench: Bench, args: dict[str, Any]) -> None:
+    folder, _ = bench.model(frozenset())
+    with pytest.raises(ConfigError, match="--kernel-backend cpu and --indexer-cache-dtype float32 exclude") as error:
+        LLM(str(folder), kernel_backend="cpu", **args)
+    assert "auto is float32 beside float32 latent rows; add --indexer-cache-dtype fp8" in str(error.value)
+
+
+@needs_native
+@pytest.mark.parametrize("args", [{"kv_cache_dtype": "bfloat16"}, {"dtype": "bfloat16"}])
+def test_native_kernels_run_for_index_keys_that_auto_makes_fp8(bench: Bench, args: dict[str, Any]) -> None:
+    folder, _ = bench.model(frozenset())
+    given = {"max_model_len": 32, "memory_budget": "1500MiB", "num_threads": 1} | args
+    for backend in ("auto", "cpu"):
+        assert LLM(str(folder), kernel_backend=backend, **given).engine.worker.kernels.native_index
+    assert not LLM(str(folder), kernel_backend="reference", **given).engine.worker.kernels.native_index
+
+
+@needs_native
+def test_the_two_kernel_backends_select_the_same_keys_of_clear_scores_and_then_give_the_same_bits(bench: Bench) -> None:
+    fp8 = {"indexer_cache_dtype=fp8"}
+    native = bench.run(frozenset(fp8 | {"kernel_backend=cpu"}))
+    reference = bench.run(frozenset(fp8 | {"kernel_backend=reference"}))
+    assert native.token_ids == reference.token_ids
+    for rows, wanted in zip(native.logits, reference.logits, strict=True):
+        assert all(torch.equal(row, want) for row, want in zip(rows, wanted, strict=True))
+
+
+@pytest.mark.parametrize("feature", [pytest.param(f, id=f.name.replace(" ", "_"), marks=marks(f)) for f in FEATURES])
 def test_a_run_turns_on_the_features_that_it_is_named_after(bench: Bench, feature: Feature) -> None:
     llm = bench.llm(with_needs(feature))
     setup = Setup(llm.engine_args, llm.model_config, sampling(frozenset({feature.name})))
     unnamed = {"dtype=float32", "attention_path=paged", "block_size"}  # of the checkpoint, the default, the bench
+    unnamed |= {"indexer_cache_dtype=float32", "indexer_cache_dtype=fp8"}  # what auto stands for
     on = {other.name for other in FEATURES if other.enabled(setup)}
     assert with_needs(feature) <= on <= with_needs(feature) | unnamed
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 from fake_engine import MODEL_LIMIT, Engines
@@ -18,6 +19,8 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> Engines:
     made = Engines()
     monkeypatch.setattr(session, "load_engine", made.load)
     monkeypatch.setattr("longfill.cli.check.load_engine", made.load)
+    # A fake engine holds no memory, and collecting what all tests have made takes most of a second each time.
+    monkeypatch.setattr("longfill.cli.check.gc", SimpleNamespace(collect=lambda: None))
     monkeypatch.setattr("longfill.cli.needle_task.model_limit", lambda _args: MODEL_LIMIT)
     return made
 

@@ -1,6 +1,7 @@
 """The same token ids and the same logits, bit for bit, however the work is cut, shared, cached or interrupted.
 
-Every test compares the digest: SHA-256 over the fp32 logits of all sampled rows.
+Every test compares the digest: SHA-256 over the fp32 logits of all sampled rows. Models with fp8 index keys run the
+native indexer where this installation has it; one of them runs the reference all the same.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.native import needs_native
 from tests.oracle.harness import engine, tokens
 from tests.tiny import make_checkpoint
 
@@ -25,10 +27,14 @@ LENGTH = 341
 MODELS = {
     "float32": ("glm_moe_dsa", torch.float32, {}),
     "bfloat16": ("deepseek_v32", torch.bfloat16, {}),
+    "bfloat16_reference": ("deepseek_v32", torch.bfloat16, {"kernel_backend": "reference"}),
     "fp8_ds_mla": ("glm_moe_dsa", torch.bfloat16, {"kv_cache_dtype": "fp8_ds_mla"}),
     "fp8": ("deepseek_v32", torch.bfloat16, {"kv_cache_dtype": "fp8"}),
     "one_head": ("glm_moe_dsa", torch.float32, {"attention_path": "workspace"}),
 }
+NATIVE = ("bfloat16", "fp8_ds_mla", "fp8")
+USUAL = ("float32", "bfloat16", "bfloat16_reference")
+"""Both formats of index keys, and both backends of one."""
 CUTS = (1, 7, 64, 333, 4096)
 
 Result = tuple[list[int], str]
@@ -77,22 +83,67 @@ def test_det_01_same_bits_for_every_chunk_size(folders: dict[str, Path], model: 
 
 @pytest.mark.parametrize("page", [1, 4, 64])
 def test_same_bits_for_every_page_size(folders: dict[str, Path], page: int) -> None:
-    for model in ("float32", "bfloat16"):
+    for model in USUAL:
         llm = start(folders[model], model, block_size=page, max_num_batched_tokens=50)
         assert results(llm, [tokens(LENGTH)]) == [expected(folders, model)]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("model", ["float32", "bfloat16"])
-def test_same_bits_with_one_and_two_threads(folders: dict[str, Path], model: str) -> None:
-    for chunk in (7, 4096):
-        llm = start(folders[model], model, num_threads=2, max_num_batched_tokens=chunk)
-        assert torch.get_num_threads() == 2
-        assert results(llm, [tokens(LENGTH)]) == [expected(folders, model)]
+@needs_native
+def test_the_models_run_the_kernels_that_they_are_here_for(folders: dict[str, Path]) -> None:
+    for model in MODELS:
+        assert start(folders[model], model).engine.worker.kernels.native_index == (model in NATIVE)
+
+
+@pytest.fixture
+def one_thread_after() -> Iterator[None]:
+    """An engine sets the process's thread count; the tests behind it count on one."""
+    yield
     torch.set_num_threads(1)
 
 
-@pytest.mark.parametrize("model", ["float32", "bfloat16"])
+@pytest.mark.usefixtures("one_thread_after")
+@pytest.mark.parametrize(
+    ("model", "threads"),
+    [
+        ("bfloat16", 2),
+        ("bfloat16", 3),
+        *[pytest.param(model, 2, marks=pytest.mark.slow) for model in ("float32", "bfloat16_reference")],
+    ],
+)
+def test_same_bits_for_every_number_of_threads(folders: dict[str, Path], model: str, threads: int) -> None:
+    for chunk in (64, 4096):
+        llm = start(folders[model], model, num_threads=threads, max_num_batched_tokens=chunk)
+        assert torch.get_num_threads() == threads
+        assert results(llm, [tokens(LENGTH)]) == [expected(folders, model)]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("one_thread_after")
+@pytest.mark.parametrize("model", ["float32", "bfloat16_reference"])
+def test_det_01_same_bits_for_every_chunk_size_with_three_threads(folders: dict[str, Path], model: str) -> None:
+    """From three threads on the BLAS may sum float32 products in other orders than one thread does; cuts stay alike."""
+    given = [
+        results(start(folders[model], model, num_threads=3, max_num_batched_tokens=chunk), [tokens(LENGTH)])
+        for chunk in (7, 64, 4096)
+    ]
+    assert given[1:] == given[:1] * 2
+
+
+@needs_native
+@pytest.mark.usefixtures("one_thread_after")
+def test_same_bits_when_threads_share_a_rows_keys(tmp_path: Path) -> None:
+    """Contexts above 4,096: the native indexer cuts the keys of few rows among threads, but those of many rows not."""
+    length, chunk = 4600, 4096
+    args: dict[str, Any] = {"dtype": "auto", "digest": True, "kernel_backend": "cpu", "max_model_len": length + 8}
+    make_checkpoint(tmp_path, "deepseek_v32", dtype=torch.bfloat16, num_hidden_layers=1, max_position_embeddings=8192)
+    given = [
+        results(engine(tmp_path, **args, num_threads=threads, max_num_batched_tokens=budget), [tokens(length)])
+        for threads, budget in ((1, length), (2, chunk), (3, chunk))
+    ]
+    assert given[1:] == given[:1] * 2
+
+
+@pytest.mark.parametrize("model", USUAL)
 def test_same_bits_after_a_prefix_hit_of_every_page_count(folders: dict[str, Path], model: str) -> None:
     page, prompt = 4, tokens(41)
     want = expected(folders, model, length=41)
@@ -107,7 +158,7 @@ def test_same_bits_after_a_prefix_hit_of_every_page_count(folders: dict[str, Pat
         assert (out.outputs[0].token_ids, out.digest) == want
 
 
-@pytest.mark.parametrize("model", ["float32", "bfloat16"])
+@pytest.mark.parametrize("model", USUAL)
 def test_same_bits_beside_sixteen_other_requests(folders: dict[str, Path], model: str) -> None:
     others = [tokens(5 + 9 * i, seed=100 + i) for i in range(16)]
     llm = start(folders[model], model, max_num_seqs=17, max_num_batched_tokens=64)
@@ -117,7 +168,7 @@ def test_same_bits_beside_sixteen_other_requests(folders: dict[str, Path], model
     assert got[:8] + got[9:] == alone
 
 
-@pytest.mark.parametrize("model", ["float32", "bfloat16"])
+@pytest.mark.parametrize("model", USUAL)
 @pytest.mark.parametrize("caching", [True, False])
 def test_same_bits_when_requests_preempt_each_other(folders: dict[str, Path], model: str, caching: bool) -> None:
     lengths = [30, 33, 29, 31]

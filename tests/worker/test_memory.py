@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from tests.allocations import Allocations, count_allocations, selfcheck
+from tests.allocations import Allocations, count_allocations, count_native, selfcheck
+from tests.native import needs_native
 from tests.oracle.harness import engine, tokens
 from tests.tiny import make_checkpoint
 
 from longfill import LLM, SamplingParams
 from longfill.config import EngineArgs
 from longfill.errors import CapacityError
-from longfill.kernels import workspace
+from longfill.kernels import cpu, workspace
 from longfill.kernels.reference import attention, indexer
 from longfill.kernels.select import choose_kernels
 from longfill.models.config import ModelConfig
@@ -31,7 +33,16 @@ from longfill.worker.worker import record_layout
 MIB = 2**20
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 TRANSIENT = ("activations", "attention tiles", "logits", "indexer tiles", "selection", "fp8 slices")
-"""Rows of the plan from which a running step allocates; the score tiles in the fourth are reserved at start."""
+"""Rows of the plan from which a running step's tensors come; the score tiles in the fourth are reserved at start."""
+NATIVE_SLACK = 2**19
+"""Bytes of a native call that are no scratch: its lists of pieces, pages of the stack, the kernel's rounding of RSS."""
+
+BACKENDS: dict[str, dict[str, Any]] = {
+    "reference": {"kernel_backend": "reference"},
+    "native": {"kernel_backend": "cpu", "indexer_cache_dtype": "fp8"},
+}
+every_backend = pytest.mark.parametrize("backend", ["reference", pytest.param("native", marks=needs_native)])
+"""Index keys are float32 for the reference, as float32 models have them, and fp8 for the native kernels."""
 
 
 @pytest.fixture(scope="module")
@@ -72,54 +83,118 @@ def started(folder: Path, max_model_len: int, **args: Any) -> LLM:
 def test_the_counter_counts() -> None:
     counted = selfcheck()
     assert (counted.peak, counted.largest) == (3 * MIB, 2 * MIB)
+    assert 63 * MIB <= count_native(lambda: b"x" * (64 * MIB)) <= 65 * MIB
 
 
-@pytest.mark.parametrize("path", ["paged", "workspace", "dense"])
+@pytest.mark.parametrize(
+    ("path", "args"),
+    [
+        pytest.param("paged", BACKENDS["reference"], id="paged-reference"),
+        pytest.param("workspace", BACKENDS["reference"], id="workspace-reference"),
+        pytest.param("paged", BACKENDS["reference"] | {"indexer_cache_dtype": "fp8"}, id="paged-reference-fp8_keys"),
+        pytest.param("paged", BACKENDS["native"], id="paged-native", marks=needs_native),
+        pytest.param("workspace", BACKENDS["native"], id="workspace-native", marks=needs_native),
+        pytest.param("dense", {}, id="dense"),
+    ],
+)
 def test_mem_01_a_steps_memory_does_not_grow_with_the_context(
-    folder: Path, dense_folder: Path, monkeypatch: pytest.MonkeyPatch, path: str
+    folder: Path, dense_folder: Path, monkeypatch: pytest.MonkeyPatch, path: str, args: dict[str, Any]
 ) -> None:
     monkeypatch.setattr(indexer, "SELECT_TILE", 2**13)
     monkeypatch.setattr(indexer, "KEY_TILE", 512)
     for module in (workspace, attention):
         monkeypatch.setattr(module, "CONTEXT_TILE", 512)
-    where, args = (dense_folder, {}) if path == "dense" else (folder, {"attention_path": path})
+    where = dense_folder if path == "dense" else folder
+    args = args if path == "dense" else args | {"attention_path": path}
     chunk = 16
     llm = started(
-        where, 2**15, max_num_batched_tokens=chunk, max_num_seqs=1, sparse_indexer_max_logits_mb=2, **args
+        where, 2**14, max_num_batched_tokens=chunk, max_num_seqs=1, sparse_indexer_max_logits_mb=2, **args
     )  # fmt: skip
-    counted = {length: run_step(llm, [(length - chunk, chunk)]) for length in (2**10, 2**12, 2**15)}
+    counted = {length: run_step(llm, [(length - chunk, chunk)]) for length in (2**10, 2**12, 2**14)}
     first, *later = counted.values()
     for length, step in zip(list(counted)[1:], later, strict=True):
         assert step.peak <= 1.05 * first.peak, f"{length} tokens of context: {step.peak:,} B, {first.peak:,} before"
         assert step.largest <= 1.05 * first.largest, f"{length} tokens of context: one of {step.largest:,} B"
 
 
+def native_peaks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Fills, while steps run, with the bytes that each native call took from the system; torch counts none of them."""
+    peaks: list[int] = []
+    index_topk: Callable[..., None] = cpu.index_topk
+
+    def counted(*args: Any, **kwargs: Any) -> None:
+        peaks.append(count_native(lambda: index_topk(*args, **kwargs)))
+
+    monkeypatch.setattr(cpu, "index_topk", counted)
+    return peaks
+
+
+@needs_native
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_mem_01_native_scores_are_never_written_down(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, threads: int
+) -> None:
+    """What a native call takes is the plan's line, however long the context; the scores would be 4 times that."""
+    chunk, longest = 1024, 2**14
+    peaks = native_peaks(monkeypatch)
+    llm = started(
+        folder, longest, max_num_batched_tokens=chunk, max_num_seqs=1, num_threads=threads, **BACKENDS["native"]
+    )
+    scratch = native_scratch(llm.memory)
+    try:
+        for length in (2**11, longest):
+            run_step(llm, [(length - chunk, chunk)])
+    finally:
+        torch.set_num_threads(1)
+    assert len(peaks) == 2 * llm.model_config.num_layers
+    assert max(peaks) <= scratch + NATIVE_SLACK
+    # So large that malloc maps it anew: memory that torch has freed could not hide it.
+    assert 4 * chunk * longest > max(32 * MIB, 4 * (scratch + NATIVE_SLACK))
+
+
+def native_scratch(plan: MemoryPlan) -> int:
+    return next(row.bytes for row in plan.rows if row.name == "indexer scratch")
+
+
 def transient(plan: MemoryPlan) -> int:
-    """Bytes that the plan grants to a running step beyond what is reserved at start."""
-    reserved = plan.workspace.score_tile_bytes + plan.workspace.selection_bytes if plan.workspace.topk else 0
+    """Bytes that the plan grants to a running step's tensors beyond what is reserved at start."""
+    reserved = plan.workspace.score_tile_bytes + plan.workspace.selection_bytes
     return sum(row.bytes for row in plan.rows if row.name in TRANSIENT) - reserved
 
 
-@pytest.mark.parametrize("path", ["paged", "workspace", "dense", "all sparse"])
-def test_mem_02_the_worst_step_stays_within_the_plan(folder: Path, dense_folder: Path, path: str) -> None:
+@pytest.mark.parametrize(
+    ("path", "backend"),
+    [
+        *[(path, "reference") for path in ("paged", "workspace", "dense", "all sparse")],
+        *[pytest.param(path, "native", marks=needs_native) for path in ("paged", "workspace", "all sparse")],
+    ],
+)
+def test_mem_02_the_worst_step_stays_within_the_plan(
+    folder: Path, dense_folder: Path, monkeypatch: pytest.MonkeyPatch, path: str, backend: str
+) -> None:
     """Last chunk at the longest context beside as many decodes as may run, log-probabilities on."""
     where = dense_folder if path == "dense" else folder
     args: dict[str, Any] = {
         "dense": {},
         "all sparse": {"sparse_mla_force_mqa": True, "hf_overrides": {"index_topk": 512}},
     }.get(path, {"attention_path": path})
-    longest, seqs, budget = 2048, 32, 512
+    args |= BACKENDS[backend]
+    peaks = native_peaks(monkeypatch)
+    longest, seqs, budget = 2048, 16, 512
     llm = started(where, longest, max_num_seqs=seqs, max_num_batched_tokens=budget, **args)
     chunk = budget - (seqs - 1)
     step = run_step(llm, [(longest - 1 - chunk, chunk), *[(longest - 2, 1)] * (seqs - 1)], logprobs=64)
     assert step.peak <= transient(llm.memory), "more than the plan lists"
     assert step.largest <= 16 * MIB, "a large allocation outside the reserved pools"
+    assert len(peaks) == (llm.model_config.num_layers if backend == "native" else 0)
+    assert not peaks or max(peaks) <= native_scratch(llm.memory) + NATIVE_SLACK
 
 
 @pytest.mark.parametrize("rows", [(0, 512), (8, 504), (0, 16)])
-def test_mem_02_a_first_chunk_stays_within_the_plan(folder: Path, rows: tuple[int, int]) -> None:
+@every_backend
+def test_mem_02_a_first_chunk_stays_within_the_plan(folder: Path, rows: tuple[int, int], backend: str) -> None:
     for seqs in (1, 4):
-        llm = started(folder, 1024, max_num_seqs=seqs, max_num_batched_tokens=512)
+        llm = started(folder, 1024, max_num_seqs=seqs, max_num_batched_tokens=512, **BACKENDS[backend])
         assert run_step(llm, [rows]).peak <= transient(llm.memory)
 
 
@@ -181,9 +256,12 @@ CONFIGS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("args", CONFIGS)
-def test_mem_06_the_printed_numbers_add_up(folder: Path, args: dict[str, Any]) -> None:
-    made = plan(folder, **args)
+@every_backend
+def test_mem_06_the_printed_numbers_add_up(folder: Path, args: dict[str, Any], backend: str) -> None:
+    made = plan(folder, **args, **BACKENDS[backend])
     pool = made.rows[-1]
+    names = {row.name for row in made.rows}
+    assert ("indexer scratch" in names, "indexer scores" in names) == (backend == "native", backend == "reference")
     page_size = args.get("block_size", 64)
     assert pool.name == "KV pages"
     assert made.page_bytes == page_size * made.bytes_per_token
@@ -196,15 +274,30 @@ def test_mem_06_the_printed_numbers_add_up(folder: Path, args: dict[str, Any]) -
         assert made.num_pages == args["num_gpu_blocks_override"]
 
 
-def test_mem_06_the_pool_that_is_printed_is_the_pool_that_is_reserved(folder: Path) -> None:
-    llm = engine(folder, max_model_len=1000)
+@every_backend
+def test_mem_06_the_pool_that_is_printed_is_the_pool_that_is_reserved(folder: Path, backend: str) -> None:
+    llm = engine(folder, max_model_len=1000, **BACKENDS[backend])
     worker, made = llm.engine.worker, llm.memory
     assert worker.pool.nbytes == made.rows[-1].bytes
     space = worker.decoder.attend.workspace
-    tiles = next(row.bytes for row in made.rows if row.name == "indexer tiles")
-    assert space._logits.nbytes == next(row.bytes for row in made.rows if row.name == "indexer scores")
-    assert space._tile.nbytes == made.workspace.score_tile_bytes < tiles
+    printed = {row.name: row.bytes for row in made.rows}
+    assert space._logits.nbytes == printed.get("indexer scores", 0)
+    assert space._tile.nbytes == made.workspace.score_tile_bytes
+    assert made.workspace.score_tile_bytes < printed.get("indexer tiles", 1)
     assert space._selection.nbytes == made.workspace.selection_bytes
+    assert (space._logits.nbytes > 0) == (backend == "reference")
+
+
+@needs_native
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_mem_06_the_native_line_is_the_most_that_the_extension_allocates(folder: Path, threads: int) -> None:
+    indexer_config = ModelConfig.from_folder(folder, None).indexer
+    assert indexer_config is not None
+    most = cpu.scratch_bytes(
+        heads=indexer_config.num_heads, dim=indexer_config.head_dim, topk=indexer_config.topk, num_threads=threads
+    )
+    made = [plan(folder, max_model_len=n, num_threads=threads, **BACKENDS["native"]) for n in (64, 65_536)]
+    assert [native_scratch(p) for p in made] == [most, most]
 
 
 def suggested(error: CapacityError) -> int:
@@ -213,21 +306,17 @@ def suggested(error: CapacityError) -> int:
     return int(match[1])
 
 
-REFUSED: list[dict[str, Any]] = [
-    {"memory_budget": "1100MiB"},
-    {"memory_budget": "1GiB", "block_size": 1},
-    {"memory_budget": "1300MiB", "attention_path": "workspace"},
-    {"memory_budget": "900MiB", "attention_path": "workspace"},
-    {"memory_budget": "900MiB", "attention_path": "workspace", "kv_cache_dtype": "fp8_ds_mla"},
-    {"kv_cache_dtype": "fp8_ds_mla", "sparse_indexer_max_logits_mb": 1, "memory_budget": "600MiB"},
-    {"num_gpu_blocks_override": 33},
-    {"num_gpu_blocks_override": 2},
-    {"num_gpu_blocks_override": 12_000, "attention_path": "workspace"},
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"block_size": 1},
+    {"attention_path": "workspace"},
+    {"attention_path": "workspace", "kv_cache_dtype": "fp8_ds_mla"},
+    {"kv_cache_dtype": "fp8_ds_mla", "sparse_indexer_max_logits_mb": 1},
 ]
 
 
-@pytest.mark.parametrize("args", REFUSED)
-def test_mem_06_the_suggested_length_starts_and_one_more_does_not(folder: Path, args: dict[str, Any]) -> None:
+def assert_suggestion_is_exact(folder: Path, **args: Any) -> int:
+    """The model's whole length is refused; what the refusal suggests starts, and one token more does not."""
     with pytest.raises(CapacityError) as refused:
         plan(folder, max_model_len=2**20, **args)
     length = suggested(refused.value)
@@ -236,10 +325,39 @@ def test_mem_06_the_suggested_length_starts_and_one_more_does_not(folder: Path, 
     with pytest.raises(CapacityError) as again:
         plan(folder, max_model_len=length + 1, **args)
     assert suggested(again.value) == length
+    return length
+
+
+@pytest.mark.parametrize("room_for", [777, 300_000])
+@pytest.mark.parametrize("args", OPTIONS)
+@every_backend
+def test_mem_06_the_suggested_length_starts_and_one_more_does_not(
+    folder: Path, args: dict[str, Any], room_for: int, backend: str
+) -> None:
+    """Under just the budget that `room_for` tokens need, whatever the backend takes for itself."""
+    args = args | BACKENDS[backend]
+    roomy = plan(folder, max_model_len=room_for, memory_budget="64GiB", **args)
+    pages = -(-room_for // args.get("block_size", 64)) + 1
+    need = sum(row.bytes for row in roomy.rows[:-1]) + pages * roomy.page_bytes
+    length = assert_suggestion_is_exact(folder, memory_budget=str(need), **args)
+    assert room_for <= length < room_for + 64
+    assert assert_suggestion_is_exact(folder, memory_budget=str(need - 1), **args) < room_for
+
+
+@pytest.mark.parametrize("args", [{}, {"attention_path": "workspace", "memory_budget": "64GiB"}])
+@pytest.mark.parametrize("pages", [2, 33, 12_000])
+@every_backend
+def test_mem_06_the_length_suggested_for_a_pool_by_hand_fills_it(
+    folder: Path, args: dict[str, Any], pages: int, backend: str
+) -> None:
+    length = assert_suggestion_is_exact(folder, num_gpu_blocks_override=pages, **args, **BACKENDS[backend])
+    assert length == 64 * (pages - 1)
 
 
 @pytest.mark.parametrize("args", [{}, {"attention_path": "workspace"}, {"num_gpu_blocks_override": 5000}])
-def test_mem_06_a_longer_limit_never_needs_less(folder: Path, args: dict[str, Any]) -> None:
+@every_backend
+def test_mem_06_a_longer_limit_never_needs_less(folder: Path, args: dict[str, Any], backend: str) -> None:
+    args = args | BACKENDS[backend]
     lengths = [2, 64, 65, 4096, 100_000, 262_143, 262_144, 262_145, 300_000, 655_360, 655_361, 2**20]
     budget = {"memory_budget": "64GiB"}
     fixed = [
