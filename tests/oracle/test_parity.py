@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from pathlib import Path
 from typing import Any
@@ -63,13 +64,12 @@ def random_config(seed: int) -> tuple[str, dict[str, Any]]:
 @pytest.mark.parametrize("seed", range(NUM_DSA))
 def test_logits_and_selections_equal_transformers_however_the_prompt_is_cut(tmp_path: Path, seed: int) -> None:
     family, fields = random_config(seed)
-    model = make_checkpoint(tmp_path, family, seed, fp8=seed % 4 == 3, **fields)
+    model = make_checkpoint(tmp_path, family, seed, fp8=seed % 5 == 3, **fields)
     topk = fields["index_topk"]
     length = [topk - 1, topk, topk + 1, 3 * topk + 5][seed // 2 % 4]
     prompt = tokens(length, seed)
     want = oracle(model, prompt)
-    for number, chunk in enumerate((4096, 1, 3, 7, 64)):
-        page = (4, 64)[(number + seed // 8) % 2]  # every length and family meets every chunk with either
+    for page, chunk in itertools.product((4, 64), (4096, 1, 3, 7, 64)):
         llm = engine(tmp_path, block_size=page, max_num_batched_tokens=chunk, max_num_seqs=1)
         assert_same(run(llm, prompt), want)
         again = run(llm, prompt)
