@@ -53,7 +53,7 @@ def test_a_path_that_differs_is_exit_code_1_and_named(longfill, engines, path):
 
 
 def test_a_model_without_an_indexer_is_checked_in_chunks():
-    [case] = check.cases(EngineArgs(), None)
+    [case] = check.cases(EngineArgs(), None, native=False)
     [(_, changes)] = case.variants
     assert changes["max_num_batched_tokens"] < case.prompt_tokens
 
@@ -88,3 +88,12 @@ def test_not_a_number_and_nothing_to_compare_are_never_equal():
     assert math.isnan(gap)
     assert not row.ok
     assert check.difference(completion((1, {1: -0.5})), completion((1, {2: -0.5})), 1e-3) == math.inf
+
+
+def test_a_native_indexer_is_held_to_the_reference_where_one_runs():
+    assert "top-k lowered" not in {case.name for case in check.cases(EngineArgs(), 64, native=False)}
+    case = check.cases(EngineArgs(), 64, native=True)[-1]
+    assert case.engine.kernel_backend == "reference"
+    assert case.engine.hf_overrides is not None
+    assert case.engine.hf_overrides["index_topk"] < case.prompt_tokens // 4
+    assert [changes["kernel_backend"] for _, changes in case.variants] == ["cpu"]

@@ -7,7 +7,11 @@ from pathlib import Path
 
 import pytest
 import tokenizers
+import torch
+from tests.native import needs_native
 from tests.tiny import make_checkpoint
+
+from longfill.kernels import cpu
 
 ENGINE = ["--num-threads", "1", "--memory-budget", "4GiB", "--max-num-batched-tokens", "128"]
 
@@ -41,6 +45,24 @@ def test_dsa_11_check_passes_on_the_reference_kernels(longfill, model):
     assert values["ok"] is True
     assert {row["index_topk"] for row in values["comparisons"]} == {16, 264}
     assert max(row["max_difference"] for row in values["comparisons"]) < 1e-4
+
+
+@needs_native
+def test_check_finds_a_native_indexer_that_selects_other_keys(longfill, monkeypatch):
+    ok = json.loads(longfill("check", "needle", "--json", *ENGINE).out)
+    assert ok["ok"] is True
+    assert "top-k lowered" in {row["case"] for row in ok["comparisons"]}
+    honest = cpu.index_topk
+
+    def shifted(q_TID, w_TI, cache, chunks, selection_TK, *, num_threads):
+        honest(q_TID, w_TI, cache, chunks, selection_TK, num_threads=num_threads)
+        scored = selection_TK[:, -1] > 64
+        selection_TK[scored] = torch.arange(selection_TK.shape[1], dtype=torch.int32)
+
+    monkeypatch.setattr(cpu, "index_topk", shifted)
+    ran = longfill("check", "needle", "--json", *ENGINE)
+    assert ran.code == 1
+    assert {row["case"] for row in json.loads(ran.out)["comparisons"] if not row["ok"]} == {"top-k lowered"}
 
 
 @pytest.mark.parametrize(

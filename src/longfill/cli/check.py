@@ -1,7 +1,8 @@
 """`longfill check`: does sparse attention equal dense attention on this machine, and which kernel paths run.
 
 Imports the session. Invariant: wherever top-k is no shorter than the context, every attention path, in one piece, in
-chunks and while decoding, gives what dense attention gives; a difference ends with exit code 1.
+chunks and while decoding, gives what dense attention gives, and a native indexer gives what the reference gives; a
+difference ends with exit code 1.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ LONG_PROMPT = 256
 CHUNK = 48
 DECODED = 8
 RAISED_TOPK = LONG_PROMPT + DECODED
+LOWERED_TOPK = 32
+"""Few enough for most rows of the longer prompt to be scored, so that the indexer's kernels meet."""
 COMPARED_TOKENS = 20
 """Most likely tokens whose log-probabilities are compared at each position."""
 
@@ -70,7 +73,8 @@ class Comparison:
 
 @engine_flags()
 def check(engine: EngineArgs, as_json: JsonFlag = False) -> int:
-    """Compare sparse with dense attention on this machine; exit code 1 if they differ.
+    """Compare sparse with dense attention, and native with reference kernels, on this machine; exit code 1 if they
+    differ.
 
     --max-model-len, --attention-path, --sparse-mla-force-mqa and (in chunks) --max-num-batched-tokens are set by the
     check itself.
@@ -87,7 +91,8 @@ def check(engine: EngineArgs, as_json: JsonFlag = False) -> int:
     show_kernels(paths, stderr())
     del llm
     gc.collect()
-    comparisons = [comparison for case in cases(base, topk) for comparison in compare_case(case)]
+    native = paths.get("index_topk", "").startswith("native")
+    comparisons = [comparison for case in cases(base, topk, native=native) for comparison in compare_case(case)]
     ok = all(comparison.ok for comparison in comparisons)
     if as_json:
         rows = [dataclasses.asdict(comparison) | {"ok": comparison.ok} for comparison in comparisons]
@@ -97,20 +102,30 @@ def check(engine: EngineArgs, as_json: JsonFlag = False) -> int:
     return 0 if ok else 1
 
 
-def cases(base: EngineArgs, topk: int | None) -> list[Case]:
-    """What is compared: a short prompt as configured, and a longer one with top-k raised above its length."""
+def cases(base: EngineArgs, topk: int | None, *, native: bool) -> list[Case]:
+    """What is compared: a short prompt as configured, a longer one with top-k raised above its length, and, where the
+    indexer runs natively, one with a small top-k against the reference kernels."""
     sparse = {"sparse_mla_force_mqa": True}
     paged = ("sparse, paged", {**sparse, "attention_path": "paged"})
     workspace = ("sparse, workspace", {**sparse, "attention_path": "workspace"})
     chunks = {"max_num_batched_tokens": CHUNK}
     if topk is None:
         return [Case("no indexer", LONG_PROMPT, DECODED, base, ((f"dense, steps of {CHUNK} tokens", chunks),))]
-    raised = dataclasses.replace(base, hf_overrides={**(base.hf_overrides or {}), "index_topk": max(topk, RAISED_TOPK)})
+    raised = _with_topk(base, max(topk, RAISED_TOPK))
     in_chunks = (f"{paged[0]}, steps of {CHUNK} tokens", {**paged[1], **chunks})
-    return [
+    found = [
         Case("as configured", min(SHORT_PROMPT, topk), 1, base, (paged, workspace)),
         Case("top-k raised", LONG_PROMPT, DECODED, raised, (paged, workspace, in_chunks)),
     ]
+    if native:
+        lowered = dataclasses.replace(_with_topk(base, min(topk, LOWERED_TOPK)), kernel_backend="reference")
+        variant = ("native against reference", {"kernel_backend": "cpu"})
+        found.append(Case("top-k lowered", LONG_PROMPT, DECODED, lowered, (variant,)))
+    return found
+
+
+def _with_topk(engine: EngineArgs, topk: int) -> EngineArgs:
+    return dataclasses.replace(engine, hf_overrides={**(engine.hf_overrides or {}), "index_topk": topk})
 
 
 def compare_case(case: Case) -> list[Comparison]:
@@ -188,7 +203,8 @@ def _tolerance(engine: EngineArgs, config: ModelConfig) -> float:
 
 
 def _show(model: str, comparisons: list[Comparison], ok: bool, console: Console) -> None:
-    table = Table(title=f"{escape(model)}: sparse against dense attention", title_justify="left", box=None)
+    title = f"{escape(model)}: sparse against dense, native against reference"
+    table = Table(title=title, title_justify="left", box=None)
     for column in ("case", "variant", "prompt", "top-k", "difference", "allowed", ""):
         table.add_column(column)
     for row in comparisons:
