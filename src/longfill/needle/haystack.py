@@ -7,6 +7,7 @@ Invariant: text plus any question of a haystack, plus `reserve`, is exactly `con
 from __future__ import annotations
 
 import random
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import cycle, islice
@@ -226,46 +227,47 @@ def build_haystack(
     questions = {name: counter.tokens(f"{_question(name, 0)} {ANSWER_CUE}") for name in names}
     question_tokens = max(questions.values())
     budget = context - reserve - question_tokens
-    filler_budget = budget - sum(counter.tokens(sentence) for sentence in sentences)
+    filler = budget - sum(counter.tokens(sentence) for sentence in sentences)
     smallest_gap = counter.tokens(_padding_sentence(2))
-    if filler_budget < smallest_gap:
-        least = context - filler_budget + smallest_gap
+    if filler < smallest_gap:
+        least = context - filler + smallest_gap
         raise ValueError(f"a context of {context} tokens is too small for {number} facts: at least {least} are needed")
 
-    wanted = sorted(((rng.random() if depth is None or index else depth), index) for index in range(number))
+    depths = [rng.random() if depth is None or index else depth for index in range(number)]
     grammar = FillerGrammar(rng, frozenset(names))
-    placed: dict[int, int] = {}
+    text, places = _interleave(sentences, [at * budget for at in depths], filler, grammar, counter)
+    return Haystack(
+        text=text,
+        facts=tuple(Fact(name, code, place / budget) for name, code, place in zip(names, codes, places, strict=True)),
+        question_tokens=question_tokens,
+        _padding={name: question_tokens - tokens for name, tokens in questions.items() if tokens < question_tokens},
+    )
+
+
+def _interleave(
+    sentences: list[str], wanted: list[float], filler: int, grammar: FillerGrammar, counter: _WordCounter
+) -> tuple[str, list[int]]:
+    """The sentences among `filler` tokens of filler, and the token at which each starts.
+
+    A sentence starts as soon as the text has reached its wanted token, or when no filler is left to go before it.
+    """
+    waiting = deque(sorted(range(len(sentences)), key=lambda index: (wanted[index], index)))
+    places = [0] * len(sentences)
     text: list[str] = []
     used = 0
-    waiting = iter(wanted)
-    upcoming = next(waiting, None)
-    remaining_filler = filler_budget
-    while upcoming is not None or remaining_filler > 0:
-        # The fact starts as soon as the text has reached its depth, or when there is no filler left before it.
-        if upcoming is not None and (used >= upcoming[0] * budget or remaining_filler == 0):
-            index = upcoming[1]
-            placed[index] = used
-            text.append(sentences[index])
-            used += counter.tokens(sentences[index])
-            upcoming = next(waiting, None)
-            continue
-        sentence = grammar.sentence()
-        if remaining_filler <= _LONGEST_GAP:
-            sentence = _padding_sentence(_padding_words(counter, min(remaining_filler, _LONGEST_GAP)))
-        tokens = counter.tokens(sentence)
+    while waiting or filler > 0:
+        if waiting and (used >= wanted[waiting[0]] or filler == 0):
+            index = waiting.popleft()
+            places[index] = used
+            sentence = sentences[index]
+        else:
+            sentence = grammar.sentence()
+            if filler <= _LONGEST_GAP:
+                sentence = _padding_sentence(_padding_words(counter, filler))
+            filler -= counter.tokens(sentence)
         text.append(sentence)
-        used += tokens
-        remaining_filler -= tokens
-    padding = {name: question_tokens - tokens for name, tokens in questions.items() if tokens < question_tokens}
-    return Haystack(
-        text=" ".join(text),
-        facts=tuple(
-            Fact(name, code, placed[index] / budget)
-            for index, (name, code) in enumerate(zip(names, codes, strict=True))
-        ),
-        question_tokens=question_tokens,
-        _padding=padding,
-    )
+        used += counter.tokens(sentence)
+    return " ".join(text), places
 
 
 class _WordCounter:
