@@ -98,8 +98,10 @@ std::vector<std::string> isa_names() {
 NB_MODULE(_native, m) {
   m.doc() = "CPU kernels of longfill.";
   m.def("isa_names", &isa_names);
-  m.def("index_topk", &index_topk_py, nb::arg("isa"), nb::arg("queries"), nb::arg("weights"), nb::arg("values"),
-        nb::arg("scales"), nb::arg("rows"), nb::arg("selection"), nb::arg("scores").none(), nb::arg("num_threads"));
+  m.def("index_topk", &index_topk_py, nb::arg("isa"), nb::arg("queries").noconvert(),
+        nb::arg("weights").noconvert(), nb::arg("values").noconvert(), nb::arg("scales").noconvert(),
+        nb::arg("rows").noconvert(), nb::arg("selection").noconvert(), nb::arg("scores").noconvert().none(),
+        nb::arg("num_threads"));
   m.def(
       "index_topk_scratch_bytes",
       [](const std::string& isa, int heads, int dim, std::int64_t k, int num_threads) {

@@ -102,9 +102,7 @@ class Request:
         self.params = params
         self.arrival_time = arrival_time
         self.cache_salt = cache_salt
-        prompt = np.asarray(prompt_token_ids, dtype=np.int64)
-        if prompt.ndim != 1 or prompt.size == 0:
-            raise RequestError(f"request {request_id}: the prompt is empty; give at least one token")
+        prompt = _token_array(request_id, prompt_token_ids)
         self.num_prompt_tokens = int(prompt.size)
         self._tokens = prompt
         self.num_tokens = self.num_prompt_tokens
@@ -141,6 +139,16 @@ class Request:
             self._tokens = grown
         self._tokens[self.num_tokens] = token_id
         self.num_tokens += 1
+
+
+def _token_array(request_id: str, token_ids: Sequence[int] | TokenIds) -> TokenIds:
+    """A copy of the caller's ids: int64 [tokens]. Raises RequestError for anything but a row of 64-bit integers."""
+    given = np.asarray(token_ids)
+    if given.size == 0:
+        raise RequestError(f"request {request_id}: the prompt is empty; give at least one token")
+    if given.ndim != 1 or given.dtype.kind not in "iu" or not np.can_cast(given.dtype, np.int64, "same_kind"):
+        raise RequestError(f"request {request_id}: a prompt is text or a flat list of token ids that fit 64 bits")
+    return given.astype(np.int64, copy=True)
 
 
 @dataclass(frozen=True)

@@ -450,3 +450,19 @@ def test_cpu_01_longfill_isa_forces_one_path_or_says_why_not(monkeypatch: pytest
     monkeypatch.setenv("LONGFILL_ISA", "abacus")
     with pytest.raises(ConfigError, match="LONGFILL_ISA=abacus: not available here; choose one of"):
         decide()
+
+
+def test_an_output_of_another_dtype_is_refused_not_filled_in_a_copy() -> None:
+    from longfill.kernels.cpu import _native
+
+    queries, weights = torch.zeros(1, 2, 16), torch.zeros(1, 2)
+    values, scales = torch.zeros(2, 4, 16, dtype=torch.uint8), torch.ones(2, 4)
+    rows = [(0, 1, 0, torch.ones(1, dtype=torch.int64))]
+    selection = torch.full((1, 4), -7, dtype=torch.int32)
+    _native.index_topk(isa_names()[0], queries, weights, values, scales, rows, selection, None, 1)
+    assert selection[0, 0] == 0
+    for wrong in (selection.long(), selection.float()):
+        with pytest.raises(TypeError):
+            _native.index_topk(isa_names()[0], queries, weights, values, scales, rows, wrong, None, 1)
+    with pytest.raises(TypeError):
+        _native.index_topk(isa_names()[0], queries.double(), weights, values, scales, rows, selection, None, 1)

@@ -40,7 +40,9 @@ def test_a_million_token_prompt_takes_64_steps_and_samples_in_the_last(prompt: i
 @pytest.mark.parametrize("a_tail", [2_815, 2_816, 2_817])
 def test_sch_08_a_tail_chunk_shares_its_step_with_the_next_prompt(a_tail: int) -> None:
     engine = Engine(usable_pages=1024, page_size=64, max_model_len=50_000, budget=16_384, identity=None)
-    engine.add(request_of("a", np.zeros(16_384 + a_tail)), request_of("b", np.ones(40_000)))
+    engine.add(
+        request_of("a", np.zeros(16_384 + a_tail, dtype=np.int64)), request_of("b", np.ones(40_000, dtype=np.int64))
+    )
     assert strides(engine.scheduler.schedule()) == [("a", 0, 16_384, False)]
     assert strides(engine.scheduler.schedule()) == [("a", 16_384, a_tail, True), ("b", 0, 16_384 - a_tail, False)]
 
@@ -237,7 +239,7 @@ class TestSch02WhatNeverFits:
     @pytest.mark.parametrize(("prompt", "max_tokens"), [(397, 4), (400, 1), (1, 400), (200, None)])
     def test_sch_02_one_page_too_many_is_refused_with_the_numbers(self, prompt: int, max_tokens: int | None) -> None:
         engine = Engine(usable_pages=100, max_model_len=402)
-        request = request_of("a", np.zeros(prompt), max_tokens=max_tokens)
+        request = request_of("a", np.zeros(prompt, dtype=np.int64), max_tokens=max_tokens)
         with pytest.raises(RequestError, match=r"request a: .* need 101 pages of 4 tokens.* has 100 \(400 tokens\)"):
             engine.add(request)
         assert not engine.scheduler.requests
@@ -246,7 +248,7 @@ class TestSch02WhatNeverFits:
     @pytest.mark.parametrize(("prompt", "max_tokens"), [(396, 4), (399, 1), (1, 399), (200, None), (397, 3)])
     def test_sch_02_the_whole_pool_is_served_without_preemption(self, prompt: int, max_tokens: int | None) -> None:
         engine = Engine(usable_pages=100, max_model_len=400, budget=64)
-        request = request_of("a", np.zeros(prompt), max_tokens=max_tokens)
+        request = request_of("a", np.zeros(prompt, dtype=np.int64), max_tokens=max_tokens)
         engine.add(request)
         engine.drain()
         assert request.num_preemptions == 0

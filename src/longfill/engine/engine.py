@@ -107,17 +107,22 @@ class LLMEngine:
         if not schedule.requests:
             self.last_step = None
             return []
-        plan = self._plan(schedule)
-        inputs = [self._live[r.request_id].sample_input() for r in plan.requests if r.samples]
         progress: dict[str, tuple[int, int]] = {}
         for scheduled in schedule.requests:
             live = self._live[scheduled.request_id]
             live.scheduled()
             progress[scheduled.request_id] = (scheduled.start + scheduled.num_tokens, live.request.num_tokens)
-        result = self.worker.execute(plan, inputs)
-        outputs = [self._fail(request_id, why) for request_id, why in result.failed.items()]
-        advanced = self.scheduler.update(schedule, {k: token.token_id for k, token in result.sampled.items()})
-        outputs += [self._deliver(request, result) for request in advanced]
+        try:
+            plan = self._plan(schedule)
+            inputs = [self._live[r.request_id].sample_input() for r in plan.requests if r.samples]
+            result = self.worker.execute(plan, inputs)
+        except BaseException:
+            # The ledger counts these tokens as computed already; their pages were never written.
+            self.scheduler.retract(schedule)
+            raise
+        tokens = {request_id: token.token_id for request_id, token in result.sampled.items()}
+        advanced = self.scheduler.update(schedule, tokens, result.failed)
+        outputs = [self._deliver(request, result) for request in advanced]
         seconds = result.seconds | {"step": time.perf_counter() - start}
         self._record(schedule, plan, seconds, progress, preempted)
         return outputs
@@ -139,16 +144,13 @@ class LLMEngine:
             ]
         )
 
-    def _fail(self, request_id: str, why: str) -> RequestOutput:
-        """End one request with an error; the others go on."""
-        live = self._live.pop(request_id)
-        live.error = why
-        self.scheduler.finish(request_id, FinishReason.ERROR)
-        return live.output()
-
     def _deliver(self, request: Request, result: StepResult) -> RequestOutput:
-        """Hand a request its new token; a stop string may end it here."""
+        """Hand a request its new token, or the reason why it failed; a stop string may end it here."""
         live = self._live[request.request_id]
+        if request.request_id in result.failed:
+            live.error = result.failed[request.request_id]
+            del self._live[request.request_id]
+            return live.output()
         token = result.sampled[request.request_id]
         # Sampled stop tokens (eos among them) are no text, as in vLLM.
         hidden = request.finish_reason is FinishReason.STOP and not request.params.include_stop_str_in_output

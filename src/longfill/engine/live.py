@@ -6,6 +6,7 @@ sampled so far, in order; preemption never shows.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import time
 
@@ -64,8 +65,10 @@ class LiveRequest:
         request = self.request
         if request.is_finished:
             self._metrics.finished_time = self._metrics.finished_time or time.monotonic()
-            if self._detokenizer is not None:
-                self._detokenizer.finish()
+            hit = None if self._detokenizer is None else self._detokenizer.finish()
+            if hit is not None and request.finish_reason is FinishReason.LENGTH:
+                # Bytes held back until the end completed a stop string.
+                request.finish_reason, request.stop_reason = FinishReason.STOP, hit.stop
         self._metrics.num_preemptions = request.num_preemptions
         completion = CompletionOutput(
             index=0,
@@ -83,7 +86,7 @@ class LiveRequest:
             outputs=[completion],
             finished=request.is_finished,
             num_cached_tokens=request.num_cached_tokens,
-            metrics=self._metrics,
+            metrics=dataclasses.replace(self._metrics),
             digest=None if self._digest is None else self._digest.hexdigest(),
         )
 

@@ -139,24 +139,38 @@ class Scheduler:
             self._admit(budget, scheduled)
         return Schedule(next(self._next_step), tuple(scheduled), tuple(preempted))
 
-    def update(self, schedule: Schedule, sampled: Mapping[str, int]) -> list[Request]:
+    def retract(self, schedule: Schedule) -> None:
+        """Take back a step that was not computed: its requests start over, and nothing of it can be found later."""
+        for scheduled in reversed(schedule.requests):
+            if self._is_current(scheduled):
+                self.preempt(scheduled.request_id)
+
+    def update(self, schedule: Schedule, sampled: Mapping[str, int], failed: Collection[str] = ()) -> list[Request]:
         """Book a step's results; steps must come in the order they were scheduled.
 
-        `sampled` holds a token id for each request of the step that `samples`. Returns the requests that got their
-        token, in the step's order, those that it finished among them. A request that was preempted or ended while
-        the step ran gets nothing.
+        `sampled` holds a token id for each request of the step that `samples`, but for those in `failed`, which end
+        with an error. Returns the requests that got their token or failed, in the step's order, those that it finished
+        among them. A request that was preempted or ended while the step ran gets nothing.
         """
         advanced: list[Request] = []
         for scheduled in schedule.requests:
             request_id = scheduled.request_id
-            if self._admissions.get(request_id) != scheduled.admission:
+            if not self._is_current(scheduled):
                 continue
             request = self.requests[request_id]
+            if request_id in failed:
+                self.finish(request_id, FinishReason.ERROR)
+                advanced.append(request)
+                continue
             self.cache.publish(request, scheduled.start + scheduled.num_tokens)
             if scheduled.samples:
                 self._append(request, sampled[request_id])
                 advanced.append(request)
         return advanced
+
+    def _is_current(self, scheduled: ScheduledRequest) -> bool:
+        """Whether the request still runs under the admission that was scheduled."""
+        return self._admissions.get(scheduled.request_id) == scheduled.admission
 
     def _refuse_what_never_fits(self, request: Request) -> None:
         name, prompt = f"request {request.request_id}", request.num_prompt_tokens
