@@ -11,8 +11,10 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
-from typing import Any, Literal, get_args
+from types import NoneType, UnionType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from longfill.errors import ConfigError
 
@@ -25,6 +27,9 @@ KernelBackend = Literal["auto", "reference", "cpu"]
 DEFAULT_MEMORY_SHARE = 0.7
 """Share of the memory that the cgroup (or the machine) allows, taken when no budget is given. The rest is left to the
 page cache, other processes and the fragmentation of the allocator."""
+
+CGROUP_ROOT = Path("/sys/fs/cgroup")
+CGROUP_MEMBERSHIP = Path("/proc/self/cgroup")
 
 
 def _knob(default: Any, help: str, *, unit: str = "", low: float | None = None, high: float | None = None) -> Any:
@@ -80,7 +85,7 @@ class EngineArgs:
         None, "Rows of the gather workspace as a multiple of max_model_len", low=1, high=64
     )
     sparse_indexer_max_logits_mb: int = _knob(
-        256, "Most memory that one query chunk's indexer scores take", unit="MiB", low=1, high=65536
+        512, "Most memory that one query chunk's indexer scores take", unit="MiB", low=1, high=65536
     )
 
     num_threads: int | None = _knob(None, "Compute threads (default: the cgroup's CPU quota)", low=1, high=1024)
@@ -90,21 +95,15 @@ class EngineArgs:
         for f in dataclasses.fields(self):
             value, low, high = getattr(self, f.name), f.metadata["low"], f.metadata["high"]
             flag = flag_name(f.name)
+            _check_type(f.name, value)
             if value is None:
                 continue
-            choices = choices_of(f.name)
-            if choices and value not in choices:
-                raise ConfigError(f"{flag}: {value!r} is not one of {', '.join(choices)}")
-            if low is not None and (isinstance(value, bool) or not isinstance(value, int)):
-                raise ConfigError(f"{flag}: expected an integer, got {value!r}")
             if (low is not None and value < low) or (high is not None and value > high):
                 unit = f" {f.metadata['unit']}" if f.metadata["unit"] else ""
                 upper = f" and at most {high:,}" if high is not None else ""
                 raise ConfigError(f"{flag}: {value:,} is out of range; at least {low:,}{upper}{unit}")
         if self.memory_budget is not None:
             parse_bytes(self.memory_budget)
-        if self.max_num_batched_tokens < 1:
-            raise ConfigError("--max-num-batched-tokens must be at least 1")
 
 
 def flag_name(knob: str) -> str:
@@ -114,14 +113,37 @@ def flag_name(knob: str) -> str:
 
 def choices_of(knob: str) -> tuple[str, ...]:
     """Allowed values of a knob that is an enumeration, else an empty tuple."""
-    kinds = {
-        "dtype": DType,
-        "kv_cache_dtype": CacheDType,
-        "indexer_cache_dtype": IndexerCacheDType,
-        "attention_path": AttentionPath,
-        "kernel_backend": KernelBackend,
-    }
-    return get_args(kinds[knob]) if knob in kinds else ()
+    return tuple(choice for kind in _kinds()[knob] if get_origin(kind) is Literal for choice in get_args(kind))
+
+
+@cache
+def _kinds() -> dict[str, tuple[Any, ...]]:
+    """The types that each knob may have, from the annotations of `EngineArgs`."""
+    hints = {f.name: get_type_hints(EngineArgs)[f.name] for f in dataclasses.fields(EngineArgs)}
+    return {name: get_args(hint) if get_origin(hint) is UnionType else (hint,) for name, hint in hints.items()}
+
+
+_EXPECTED = {int: "an integer", str: "text", bool: "True or False", Mapping: "a mapping"}
+
+
+def _check_type(knob: str, value: object) -> None:
+    """Raise ConfigError unless `value` has one of the knob's types; True and False are no integers."""
+    kinds = _kinds()[knob]
+    if any(_has_kind(value, kind) for kind in kinds):
+        return
+    if choices_of(knob):
+        raise ConfigError(f"{flag_name(knob)}: {value!r} is not one of {', '.join(choices_of(knob))}")
+    expected = " or ".join(_EXPECTED[get_origin(kind) or kind] for kind in kinds if kind is not NoneType)
+    advice = '; write a size with its unit, as "2GiB"' if knob == "memory_budget" else ""
+    raise ConfigError(f"{flag_name(knob)}: expected {expected}, got {value!r}{advice}")
+
+
+def _has_kind(value: object, kind: Any) -> bool:
+    if get_origin(kind) is Literal:
+        return value in get_args(kind)
+    if kind is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, get_origin(kind) or kind)
 
 
 def cache_formats(args: EngineArgs, dtype: str) -> tuple[str, str]:
@@ -154,26 +176,56 @@ def parse_bytes(text: str) -> int:
     return value
 
 
-def cgroup_memory_limit(root: Path = Path("/sys/fs/cgroup")) -> int:
-    """Bytes that this process may use: the smaller of the cgroup's limit (v2 or v1) and the machine's memory."""
+def cgroup_memory_limit(root: Path = CGROUP_ROOT, membership: Path = CGROUP_MEMBERSHIP) -> int:
+    """Bytes that this process may use: the least of its cgroup's limit, those of the cgroups above and the machine's.
+
+    `root` is where cgroups are mounted (v2, v1, or v1 beside v2 in `unified`); `membership` lists the process's own.
+    """
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    for name in ("memory.max", "memory/memory.limit_in_bytes"):
-        try:
-            text = (root / name).read_text().strip()
-        except OSError:
-            continue
-        if text.isdigit():
-            total = min(total, int(text))
-    return total
+    files = [folder / "memory.max" for folder in _cgroup_folders("", root, membership)]
+    files += [folder / "memory.limit_in_bytes" for folder in _cgroup_folders("memory", root, membership)]
+    return min([total, *(int(text) for text in map(_read_text, files) if text.isdigit())])
 
 
-def cgroup_cpu_count(root: Path = Path("/sys/fs/cgroup")) -> int:
-    """Cores that this process may use: its affinity mask, cut by the cgroup v2 CPU quota (at least 1)."""
+def cgroup_cpu_count(root: Path = CGROUP_ROOT, membership: Path = CGROUP_MEMBERSHIP) -> int:
+    """Cores that this process may use: its affinity mask, cut by every CPU quota of `cgroup_memory_limit`'s cgroups.
+
+    A quota is rounded down to whole cores, and at least 1.
+    """
+    quotas = [_read_text(folder / "cpu.max").split() for folder in _cgroup_folders("", root, membership)]
+    quotas += [
+        [_read_text(folder / "cpu.cfs_quota_us"), _read_text(folder / "cpu.cfs_period_us")]
+        for folder in _cgroup_folders("cpu", root, membership)
+    ]
     cores = len(os.sched_getaffinity(0))
-    try:
-        quota, period = (root / "cpu.max").read_text().split()
-    except (OSError, ValueError):
-        return cores
-    if quota.isdigit():
-        cores = min(cores, max(1, int(quota) // int(period)))
+    for quota in quotas:
+        if len(quota) == 2 and all(text.isdigit() for text in quota) and int(quota[1]) > 0:
+            cores = min(cores, max(1, int(quota[0]) // int(quota[1])))
     return cores
+
+
+def _cgroup_folders(controller: str, root: Path, membership: Path) -> list[Path]:
+    """Folders that may hold this process's limits, from the mount's root down to its own cgroup.
+
+    `controller` is one of v1, or "" for v2. In a container the cgroup's path may be the host's, of which only the root
+    is mounted: a folder need not exist.
+    """
+    folders = [root, root / "unified"] if controller == "" else [root / controller]
+    for line in _read_text(membership).splitlines():
+        _, _, rest = line.partition(":")
+        names, _, path = rest.partition(":")
+        parts = Path(path.lstrip("/")).parts
+        # A path with ".." leads out of what is mounted here.
+        if controller in names.split(",") and ".." not in parts:
+            mounts = folders if controller == "" else [*folders, root / names]
+            own = [mount.joinpath(*parts[:depth]) for mount in mounts for depth in range(1, len(parts) + 1)]
+            return list(dict.fromkeys([*mounts, *own]))
+    return folders
+
+
+def _read_text(path: Path) -> str:
+    """The file's text without surrounding space; empty where it cannot be read."""
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -41,16 +42,17 @@ class SamplingParams:
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
+        stops = (self.stop,) if isinstance(self.stop, str) else self.stop or ()
         checks = [
-            (math.isfinite(self.temperature) and self.temperature >= 0, "temperature", "a finite number >= 0"),
-            (0 < self.top_p <= 1, "top_p", "in (0, 1]"),
-            (isinstance(self.top_k, int) and self.top_k >= -1, "top_k", "-1, 0 (all) or a positive count"),
-            (0 <= self.min_p <= 1, "min_p", "in [0, 1]"),
-            (self.max_tokens is None or self.max_tokens >= 1, "max_tokens", "at least 1, or None"),
-            (self.logprobs is None or 0 <= self.logprobs <= 64, "logprobs", "between 0 and 64"),
-            (self.seed is None or -(2**63) <= self.seed < 2**64, "seed", "a 64-bit integer"),
-            (all(s != "" for s in self.stop_strings), "stop", "free of empty strings"),
-            (all(t >= 0 for t in self.stop_token_ids or ()), "stop_token_ids", "token ids >= 0"),
+            (_is_number(self.temperature) and 0 <= self.temperature < math.inf, "temperature", "a finite number >= 0"),
+            (_is_number(self.top_p) and 0 < self.top_p <= 1, "top_p", "in (0, 1]"),
+            (_is_integer(self.top_k) and self.top_k >= -1, "top_k", "-1, 0 (all) or a positive count"),
+            (_is_number(self.min_p) and 0 <= self.min_p <= 1, "min_p", "in [0, 1]"),
+            (_is_count(self.max_tokens) and self.max_tokens != 0, "max_tokens", "a count of at least 1, or None"),
+            (_is_count(self.logprobs) and (self.logprobs or 0) <= 64, "logprobs", "a count up to 64, or None"),
+            (self.seed is None or (_is_integer(self.seed) and -(2**63) <= self.seed < 2**64), "seed", "64-bit"),
+            (_are(stops, lambda s: isinstance(s, str) and s != ""), "stop", "a string or strings, none empty"),
+            (_are(self.stop_token_ids or (), lambda t: _is_integer(t) and t >= 0), "stop_token_ids", "ids >= 0"),
         ]
         for ok, name, want in checks:
             if not ok:
@@ -62,6 +64,23 @@ class SamplingParams:
         if self.stop is None:
             return ()
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return _is_integer(value) or isinstance(value, float | np.floating)
+
+
+def _is_count(value: object) -> bool:
+    return value is None or (_is_integer(value) and int(value) >= 0)  # type: ignore[call-overload]
+
+
+def _are(values: object, right: Callable[[Any], bool]) -> bool:
+    """Whether `values` is a list or tuple of values that are all `right`."""
+    return isinstance(values, list | tuple | np.ndarray) and all(right(value) for value in values)
 
 
 class RequestStatus(enum.Enum):
@@ -143,8 +162,11 @@ class Request:
 
 def _token_array(request_id: str, token_ids: Sequence[int] | TokenIds) -> TokenIds:
     """A copy of the caller's ids: int64 [tokens]. Raises RequestError for anything but a row of 64-bit integers."""
-    given = np.asarray(token_ids)
-    if given.size == 0:
+    try:
+        given = np.asarray(token_ids)
+    except (ValueError, TypeError, OverflowError):
+        given = np.empty((0, 0))
+    if given.ndim == 1 and given.size == 0:
         raise RequestError(f"request {request_id}: the prompt is empty; give at least one token")
     if given.ndim != 1 or given.dtype.kind not in "iu" or not np.can_cast(given.dtype, np.int64, "same_kind"):
         raise RequestError(f"request {request_id}: a prompt is text or a flat list of token ids that fit 64 bits")

@@ -25,6 +25,9 @@ HashBlockSize = NewType("HashBlockSize", int)
 
 Bytes = NewType("Bytes", int)
 
+SCALE_GROUP = 128
+"""Latent values that share one scale in cache format `fp8_ds_mla`: the layout counts them, the kernels write them."""
+
 
 def pages_for(num_tokens: int, page_size: PageSize) -> NumPages:
     """Pages that hold `num_tokens` tokens (rounded up)."""

@@ -36,7 +36,8 @@ def positions_of(llm: LLM, prompt: list[int]) -> tuple[list[int], Any]:
 def test_pfx_06_the_first_new_token_sits_where_the_hit_ends(tmp_path: Path, family: str) -> None:
     make_checkpoint(tmp_path, family)
     prompt = tokens(60)
-    cold, want = positions_of(engine(tmp_path, block_size=PAGE, enable_prefix_caching=False), prompt)
+    cold, want = positions_of(engine(tmp_path, block_size=PAGE, enable_prefix_caching=False, digest=True), prompt)
+    assert want.digest
     assert cold == list(range(64))
     for shared in (0, PAGE - 1, PAGE, PAGE + 1, 4 * PAGE, 59, 60):
         llm = engine(tmp_path, block_size=PAGE, digest=True)
@@ -47,6 +48,7 @@ def test_pfx_06_the_first_new_token_sits_where_the_hit_ends(tmp_path: Path, fami
         assert out.num_cached_tokens == hit
         assert warm == list(range(hit, 64)), f"after {hit} cached tokens"
         assert out.outputs[0].token_ids == want.outputs[0].token_ids
+        assert out.digest == want.digest, f"after {hit} cached tokens"
 
 
 def test_pfx_06_a_hit_on_another_prompts_prefix_stops_where_the_prompts_part(tmp_path: Path) -> None:
@@ -54,12 +56,14 @@ def test_pfx_06_a_hit_on_another_prompts_prefix_stops_where_the_prompts_part(tmp
     mine = tokens(50, seed=1)
     for common in (0, 15, 16, 17, 40):
         other = mine[:common] + tokens(50 - common, seed=2)
-        llm = engine(tmp_path, block_size=PAGE)
-        want = engine(tmp_path, block_size=PAGE, enable_prefix_caching=False).generate(mine, GREEDY)[0]
+        llm = engine(tmp_path, block_size=PAGE, digest=True)
+        cold = engine(tmp_path, block_size=PAGE, enable_prefix_caching=False, digest=True)
+        want = cold.generate(mine, GREEDY)[0]
         llm.generate(other, GREEDY)
         out = llm.generate(mine, GREEDY)[0]
         assert out.num_cached_tokens == common // PAGE * PAGE
         assert out.outputs[0].token_ids == want.outputs[0].token_ids
+        assert out.digest == want.digest is not None
 
 
 def test_two_salts_never_share_a_page(tmp_path: Path) -> None:

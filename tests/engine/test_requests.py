@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -75,19 +76,19 @@ def test_stop_ids_outside_the_vocabulary_and_text_without_a_tokenizer_are_refuse
         llm.generate([5], SamplingParams(stop="x"))
 
 
-def poisoned(folder: Path) -> LLM:
-    make_checkpoint(folder, "glm_moe_dsa", num_hidden_layers=2)
+def poisoned(folder: Path, family: str = "glm_moe_dsa", **args: Any) -> LLM:
+    make_checkpoint(folder, family, num_hidden_layers=2)
     embed = load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
     embed[POISON] = float("nan")
     edit_tensors(folder, add={"model.embed_tokens.weight": embed})
-    return engine(folder, max_num_batched_tokens=24, block_size=4, digest=True, max_model_len=100)
+    defaults = {"max_num_batched_tokens": 40, "block_size": 4, "digest": True, "max_model_len": 100}
+    return engine(folder, **(defaults | args))
 
 
 def test_nan_ends_only_the_request_that_meets_it(tmp_path: Path) -> None:
-    llm = poisoned(tmp_path)
     good = [clean(40, 1), clean(33, 2)]
+    llm = poisoned(tmp_path)
     want = [llm.generate(p, GREEDY)[0].digest for p in good]
-    llm.engine.cache.reset_prefix_cache()
     outs = llm.generate([good[0], [*clean(30, 3), POISON], good[1]], GREEDY)
     bad = outs[1].outputs[0]
     assert bad.finish_reason == "error"
@@ -97,8 +98,35 @@ def test_nan_ends_only_the_request_that_meets_it(tmp_path: Path) -> None:
     assert llm.engine.cache.num_free_pages == llm.engine.cache.num_usable_pages
     # Its pages, full of NaN, are used again.
     for _ in range(3):
-        llm.engine.cache.reset_prefix_cache()
         assert [llm.generate(p, GREEDY)[0].digest for p in good] == want
+        llm.engine.cache.reset_prefix_cache()
+
+
+CLEAN = 24
+"""Tokens before the poisoned one: whole pages of 4."""
+
+
+@pytest.mark.parametrize("page_formats", [{}, {"kv_cache_dtype": "bfloat16"}, {"kv_cache_dtype": "fp8_ds_mla"}])
+@pytest.mark.parametrize(
+    ("family", "topk"), [("deepseek_v3", 0), ("glm_moe_dsa", 16), ("glm_moe_dsa", CLEAN), ("glm_moe_dsa", 64)]
+)
+def test_pages_before_a_poisoned_token_are_as_good_as_new(
+    tmp_path: Path, family: str, topk: int, page_formats: dict[str, str]
+) -> None:
+    """A prompt that shares only clean tokens with a poisoned one is answered alike from its pages and without."""
+    overrides = {"hf_overrides": {"index_topk": topk}} if topk else {}
+    args = overrides | page_formats
+    shared = clean(CLEAN, 1)
+    prompt = [*shared, *clean(9, 2)]
+    cold = poisoned(tmp_path, family, **args).generate(prompt, GREEDY)[0]
+    llm = poisoned(tmp_path, family, **args)
+    # It fails at its end: the step before, with the first poisoned token, leaves its pages to be found.
+    [bad] = llm.generate([[*shared, POISON, *clean(20, 3), POISON]], GREEDY)
+    assert bad.outputs[0].finish_reason == "error"
+    warm = llm.generate(prompt, GREEDY)[0]
+    assert warm.num_cached_tokens == CLEAN
+    assert warm.digest == cold.digest
+    assert warm.outputs[0].token_ids == cold.outputs[0].token_ids
 
 
 def test_a_model_full_of_nan_errors_every_request_and_lives(tmp_path: Path) -> None:

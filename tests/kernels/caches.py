@@ -9,7 +9,7 @@ from longfill.cache.layout import RecordLayout
 from longfill.kernels.interface import IndexCache, LatentCache, RequestRows
 from longfill.kernels.reference.quant import encode_latent, quantise_index_keys
 from longfill.units import NumPages, PageSize
-from longfill.worker.pool import allocate_pool, layer_caches
+from longfill.worker.pool import LatentScales, allocate_pool, layer_caches
 
 RANK, ROPE, INDEX_DIM = 32, 8, 16
 
@@ -25,6 +25,7 @@ def make_caches(
     index_format: str = "float32",
     page_size: int = 8,
     scale: float = 1.0,
+    rope_scale: float = 1.0,
     query_len: int = 1,
     seed: int = 0,
 ) -> tuple[LatentCache, IndexCache, RequestRows]:
@@ -42,12 +43,12 @@ def make_caches(
     )
     count = -(-length // page_size)
     pool = allocate_pool(layout, NumPages(count + 3)).fill_(0xFF)
-    caches = layer_caches(pool, layout, (scale, scale))
+    caches = layer_caches(pool, layout, (LatentScales(scale, rope_scale),) * 2)
     pages = torch.randperm(count + 2, generator=torch.Generator().manual_seed(seed))[:count] + 1
     positions = torch.arange(length)
     at = (pages[positions // page_size], positions % page_size)
     rows = random(length, RANK + ROPE, seed=seed)
-    caches.latent[1].rows_NBX[at] = encode_latent(rows[:, :RANK], rows[:, RANK:], latent_format, scale)
+    caches.latent[1].rows_NBX[at] = encode_latent(rows[:, :RANK], rows[:, RANK:], latent_format, scale, rope_scale)
     index = caches.index[1]
     keys = random(length, INDEX_DIM, seed=seed + 1)
     if index.scales_NB is None:

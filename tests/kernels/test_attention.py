@@ -55,6 +55,45 @@ def test_mem_04_the_peak_does_not_depend_on_the_prefix() -> None:
     assert peaks[0] == peaks[1]
 
 
+def poison(cache: LatentCache, request: RequestRows, position: int, value: float, column: int) -> None:
+    """Put `value` into a stored float32 row."""
+    page_size = cache.rows_NBX.shape[1]
+    row = cache.rows_NBX[request.pages[position // page_size], position % page_size]
+    row[4 * column : 4 * column + 4] = torch.tensor([value]).view(torch.uint8)
+
+
+@pytest.mark.usefixtures("small_tile")
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("column", [0, RANK - 1, RANK])
+@pytest.mark.parametrize("position", [0, 1, TILE - 1, TILE, TILE + 1, 3 * TILE - 1])
+def test_a_broken_row_reaches_no_row_before_it(value: float, column: int, position: int) -> None:
+    length = 3 * TILE
+    q_THX = random(length, 3, RANK + ROPE, seed=9)
+    cache, _, request = make_caches(length, query_len=length)
+    clean, clean_lse = dense_mla(q_THX, cache, request, 0, SCALE)
+    poison(cache, request, position, value, column)
+    together, lse = dense_mla(q_THX, cache, request, 0, SCALE)
+    assert torch.equal(together[:position], clean[:position])
+    assert torch.equal(lse[:position], clean_lse[:position])
+    # Rows that do see it get the same whoever is beside them.
+    alone = torch.cat([dense_mla(q_THX[row : row + 1], cache, request, row, SCALE)[0] for row in range(length)])
+    assert torch.equal(together.nan_to_num(nan=7e7), alone.nan_to_num(nan=7e7))
+    assert together[position].isnan().any()
+
+
+@pytest.mark.usefixtures("small_tile")
+def test_many_broken_rows_reach_only_those_that_see_them() -> None:
+    length = 2 * TILE
+    q_THX = random(length, 3, RANK + ROPE, seed=9)
+    cache, _, request = make_caches(length, query_len=length)
+    clean, _ = dense_mla(q_THX, cache, request, 0, SCALE)
+    for position in range(20, length, 3):
+        poison(cache, request, position, float("nan"), position % RANK)
+    got, _ = dense_mla(q_THX, cache, request, 0, SCALE)
+    assert torch.equal(got[:20], clean[:20])
+    assert got[20:].isnan().all()
+
+
 def test_merging_partial_results_in_any_split_gives_the_whole() -> None:
     scores, values = 30 * random(6, 40).double(), random(40, RANK, seed=1).double()
     for cut in (0, 1, 20, 39, 40):
@@ -116,6 +155,17 @@ def test_sparse_attention_is_softmax_over_the_selected_rows() -> None:
         keys = read_rows(cache, request.pages, chosen).double()
         want = (q_THX[row].double() @ keys.T * SCALE).softmax(-1) @ keys[:, :RANK]
         torch.testing.assert_close(got[row].double(), want, rtol=1e-4, atol=1e-5)
+
+
+def test_a_row_that_selects_nothing_gives_zero() -> None:
+    cache, _, request = make_caches(50, query_len=4)
+    selection_TK = random_selection(4, request.start, 12)
+    q_THX = random(4, 4, RANK + ROPE, seed=2)
+    want = sparse_mla(q_THX, cache, request, selection_TK, SCALE)
+    selection_TK[2] = -1
+    got = sparse_mla(q_THX, cache, request, selection_TK, SCALE)
+    want[2] = 0
+    assert torch.equal(got, want)
 
 
 def test_selecting_everything_equals_dense() -> None:

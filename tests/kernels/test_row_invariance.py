@@ -100,7 +100,7 @@ def test_rotary(kind: str, interleaved: bool) -> None:
 @pytest.mark.parametrize("cache_format", ["float32", "bfloat16", "fp8", "fp8_ds_mla"])
 def test_cache_rows_and_quantised_queries(cache_format: str) -> None:
     rows = random(ROWS, RANK), random(ROWS, ROPE, seed=1)
-    assert_rows_keep_their_bits(lambda a, b: encode_latent(a, b, cache_format, 0.125), *rows)
+    assert_rows_keep_their_bits(lambda a, b: encode_latent(a, b, cache_format, 0.125, 0.5), *rows)
     q, w = random(ROWS, 4, INDEX_DIM), random(ROWS, 4, seed=1)
     for part in (0, 1):
         assert_rows_keep_their_bits(lambda a, b, part=part: quantise_index_queries(a, b)[part], q, w)

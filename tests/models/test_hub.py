@@ -41,7 +41,6 @@ def test_needle_is_the_bundled_folder() -> None:
     assert (folder / "tokenizer.json").is_file()
 
 
-
 @pytest.mark.parametrize("name", ["/no/such/folder", "./none", "none", "a/b/c", "~nobody/x", "", "not a repo/at all"])
 def test_what_is_neither_a_folder_nor_a_hub_id_is_refused(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

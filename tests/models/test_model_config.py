@@ -293,6 +293,7 @@ def test_other_quantisation_is_refused(fields: dict[str, Any], message: str) -> 
         ({"num_experts_per_tok": 9}, "9 experts cannot be chosen"),
         ({"n_group": 4, "topk_group": 1, "num_experts_per_tok": 3}, "3 experts cannot be chosen from 1 of 4"),
         ({"n_group": 3}, "3 groups of 8 experts"),
+        ({"n_group": 8, "topk_group": 2}, "n_group is 8, one expert a group"),
         ({"routed_scaling_factor": ...}, "routed_scaling_factor is missing"),
         ({"norm_topk_prob": ...}, "norm_topk_prob is missing"),
         ({"hidden_size": 0}, "hidden_size must be an integer >= 1, got 0"),

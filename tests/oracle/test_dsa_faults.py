@@ -12,13 +12,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers
+from safetensors.torch import load_file
 from torch import Tensor
 
 from longfill import LLM, SamplingParams
 from longfill.kernels import workspace
 from longfill.kernels.reference import attention, indexer
-from longfill.kernels.reference.linear import rms_norm
+from longfill.models.config import ModelConfig
 from tests.oracle.harness import Rows, assert_same, engine, oracle, run, tokens
 from tests.tiny import DSA_FAMILIES, NUM_LAYERS, edit_config, make_checkpoint, tiny_config
 
@@ -111,7 +113,8 @@ def test_dsa_02_shared_layers_attend_to_the_selection_of_the_full_layer_before(
     tmp_path: Path, types: list[str] | None
 ) -> None:
     model = make_checkpoint(tmp_path, "glm_moe_dsa", **({} if types is None else {"indexer_types": types}))
-    llm = engine(tmp_path, max_num_batched_tokens=23)
+    chunk = 23
+    llm = engine(tmp_path, max_num_batched_tokens=chunk)
     decoder = llm.engine.worker.decoder
     attend = decoder.attend
     used: list[Tensor] = []
@@ -129,17 +132,22 @@ def test_dsa_02_shared_layers_attend_to_the_selection_of_the_full_layer_before(
     assert_same(run(llm, prompt), oracle(model, prompt))
     full = set(llm.model_config.full_indexer_layers)
     assert full == ({0, 1, 2, 3} if types is None else {i for i, kind in enumerate(types) if kind == "full"})
-    for step in range(0, len(used), NUM_LAYERS):
+    assert len(used) == NUM_LAYERS * -(-len(prompt) // chunk)
+    for step in range(len(used) // NUM_LAYERS):
+        scored = slice(max(0, K - step * chunk), None)
         for layer in range(1, NUM_LAYERS):
-            same = torch.equal(used[step + layer], used[step + layer - 1])
+            here, before = used[step * NUM_LAYERS + layer], used[step * NUM_LAYERS + layer - 1]
             if layer not in full:
-                assert same, f"shared layer {layer} does not use the selection before it"
-            elif step + layer > K:
-                assert not same, f"full layer {layer} did not select for itself"
+                assert torch.equal(here, before), f"shared layer {layer} does not use the selection before it"
+                continue
+            # A row just past k leaves out a key or two, by chance sometimes the same ones.
+            own = (here[scored] != before[scored]).any(-1)
+            assert own.float().mean() >= 0.75, f"full layer {layer} did not select for itself"
 
 
-DSA_05 = [(16, n) for n in (1, 2, 15, 16, 17)] + [(512, n) for n in (1, 511, 512, 513)] + [(2048, 2), (4096, 40)]
-DSA_05_LONG = [(k, n) for k in (2048, 4096) for n in (k - 1, k, k + 1)]
+DSA_05 = [(16, n) for n in (1, 2, 15, 16, 17)] + [(512, n) for n in (1, 511, 512, 513)] + [(4096, 40)]
+DSA_05 += [(2048, n) for n in (2, 2047, 2048, 2049)]
+DSA_05_LONG = [(4096, n) for n in (4095, 4096, 4097)]
 
 
 @pytest.mark.parametrize(
@@ -207,42 +215,71 @@ def test_dsa_06_no_step_at_any_size_boundary_by_decode_growth(tmp_path: Path, fa
     want = oracle(model, fed)
     assert_same(got, want)
     errors = (got.logits - want.logits).abs().amax(-1)
-    at_boundaries = errors[[n - 1 for n in crossing(162)]]
-    assert at_boundaries.max() <= 3 * errors.max() + 1e-7
+    at_boundary = torch.zeros(162, dtype=torch.bool)
+    at_boundary[[n - 1 for n in crossing(162)]] = True
+    elsewhere = errors[~at_boundary].median()
+    assert errors[at_boundary].median() <= 1.5 * elsewhere
+    assert errors[at_boundary].max() <= 4 * elsewhere
 
 
-def test_dsa_10_head_weights_in_fp32_keep_the_selection(tmp_path: Path) -> None:
-    """1,000 rows of a bf16 model against the scores in fp64; weights rounded to bf16 would be seen."""
+def indexer_inputs(folder: Path, config: ModelConfig, prompt: list[int], dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """What layer 0's indexer scores with, from the checkpoint's own tensors and without the engine, all fp64.
+
+    (queries [L, I, D], keys [L, D], head weights [L, I], head weights as products of bf16). Arithmetic is fp32 or
+    better; what a model of `dtype` keeps in `dtype` between two operations is rounded to it.
+    """
+    stored = load_file(folder / "model.safetensors")
+    assert config.indexer is not None
+
+    def weight(name: str) -> Tensor:
+        return stored[f"model.layers.0.{name}.weight"].double()
+
+    def kept(x: Tensor) -> Tensor:
+        return x.float().to(dtype).double()
+
+    def norm(x: Tensor, scale: Tensor) -> Tensor:
+        return kept(scale * kept(x * (x.square().mean(-1, keepdim=True) + config.rms_norm_eps).rsqrt()))
+
+    angles_LF = torch.arange(len(prompt))[:, None] * config.rope.theta ** (
+        -torch.arange(0, config.rope.dim, 2) / config.rope.dim
+    )
+    turn_LF = torch.polar(torch.ones_like(angles_LF), angles_LF).to(torch.complex128)
+
+    def rotated(x: Tensor) -> Tensor:
+        """Pairs (i, i + P / 2) of the first P values, as DeepSeek-V3.2's indexer has them."""
+        half = config.rope.dim // 2
+        turn = turn_LF if x.dim() == 2 else turn_LF[:, None]
+        pairs = torch.complex(x[..., :half], x[..., half : 2 * half]) * turn
+        return torch.cat([pairs.real, pairs.imag, x[..., 2 * half :]], -1)
+
+    x_LC = norm(stored["model.embed_tokens.weight"].double()[prompt], weight("input_layernorm"))
+    latent_LQ = norm(kept(x_LC @ weight("self_attn.q_a_proj").T), weight("self_attn.q_a_layernorm"))
+    q_LID = kept(latent_LQ @ weight("self_attn.indexer.wq_b").T).unflatten(-1, (-1, config.indexer.head_dim))
+    k_LD = kept(x_LC @ weight("self_attn.indexer.wk").T)
+    bias = stored["model.layers.0.self_attn.indexer.k_norm.bias"].double()
+    k_LD = F.layer_norm(k_LD, k_LD.shape[-1:], weight("self_attn.indexer.k_norm"), bias, eps=1e-6)
+    w_LI = x_LC @ weight("self_attn.indexer.weights_proj").T
+    return rotated(q_LID), rotated(k_LD), w_LI, w_LI.bfloat16().double()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_dsa_10_head_weights_in_fp32_keep_the_selection(tmp_path: Path, dtype: torch.dtype) -> None:
+    """1,000 rows against scores made outside the engine; head weights rounded to bf16 would be seen."""
     make_checkpoint(tmp_path, "deepseek_v32", dtype=torch.bfloat16, num_hidden_layers=1, index_n_heads=16)
     count = 1000 + K
     prompt = tokens(count)
-    llm = engine(tmp_path, dtype="auto", indexer_cache_dtype="float32", max_model_len=count + 8)
-    decoder = llm.engine.worker.decoder
-    select = decoder.attend.select
-    queries: list[Tensor] = []
-    keys: list[Tensor] = []
-
-    def spy(q_TID: Tensor, w_TI: Tensor, cache: Any, rows: Any) -> Tensor:
-        queries.append(q_TID.double())
-        keys.append(indexer.decode_index_keys(cache, rows.requests[0].pages, 0, count).double())
-        return select(q_TID, w_TI, cache, rows)
-
-    decoder.attend.select = spy  # type: ignore[method-assign]
+    name = str(dtype).removeprefix("torch.")
+    llm = engine(tmp_path, dtype=name, indexer_cache_dtype="float32", max_model_len=count + 8)
     chosen = run(llm, prompt).selected[0][K:]
-    layer = decoder.weights.layers[0]
-    assert layer.attention.indexer is not None
-    x_TC = rms_norm(decoder.weights.embed[torch.tensor(prompt)], layer.input_norm, llm.model_config.rms_norm_eps)
-    head_weights = layer.attention.indexer.weights_proj.weight
-    exact_TI = x_TC.double() @ head_weights.double().T
-    rounded_TI = (x_TC @ head_weights.bfloat16().T).double()
-    products_TIL = torch.relu(torch.einsum("tid,ld->til", queries[0], keys[0]))
+    q_LID, k_LD, exact_LI, rounded_LI = indexer_inputs(tmp_path, llm.model_config, prompt, dtype)
+    products_LIM = torch.relu(torch.einsum("lid,md->lim", q_LID, k_LD))
 
-    def best(w_TI: Tensor) -> list[frozenset[int]]:
-        scores_TL = torch.einsum("til,ti->tl", products_TIL, w_TI)
-        scores_TL.masked_fill_(torch.ones(count, count, dtype=torch.bool).triu(1), float("-inf"))
-        return [frozenset(row) for row in scores_TL.topk(K, -1).indices[K:].tolist()]
+    def best(w_LI: Tensor) -> list[frozenset[int]]:
+        scores_LM = torch.einsum("lim,li->lm", products_LIM, w_LI)
+        scores_LM.masked_fill_(torch.ones(count, count, dtype=torch.bool).triu(1), float("-inf"))
+        return [frozenset(row) for row in scores_LM.topk(K, -1).indices[K:].tolist()]
 
-    want, coarse = best(exact_TI), best(rounded_TI)
+    want, coarse = best(exact_LI), best(rounded_LI)
 
     def overlap(rows: list[frozenset[int]]) -> float:
         return sum(len(a & b) for a, b in zip(rows, want, strict=True)) / (K * len(want))

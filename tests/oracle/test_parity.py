@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 from tests.oracle.harness import assert_same, engine, oracle, run, tokens
-from tests.tiny import DSA_FAMILIES, make_checkpoint
+from tests.tiny import DSA_FAMILIES, FAMILIES, make_checkpoint
 
 NUM_DSA = 40
 NUM_DENSE = 8
+DENSE_FAMILIES = tuple(family for family in FAMILIES if family not in DSA_FAMILIES)
 
 
 def random_config(seed: int) -> tuple[str, dict[str, Any]]:
@@ -80,7 +81,7 @@ def test_logits_and_selections_equal_transformers_however_the_prompt_is_cut(tmp_
 
 @pytest.mark.parametrize("seed", range(NUM_DENSE))
 def test_models_without_an_indexer_equal_transformers(tmp_path: Path, seed: int) -> None:
-    family = ("deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe_lite")[seed % 4]
+    family = DENSE_FAMILIES[seed % 4]
     model = make_checkpoint(tmp_path, family, seed, **({"q_lora_rank": None} if seed == 4 else {}))
     prompt = tokens(150, seed)
     want = oracle(model, prompt)
@@ -99,3 +100,74 @@ def test_every_attention_path_gives_the_oracles_logits(tmp_path: Path, family: s
         for force_mqa in (False, True):
             llm = engine(tmp_path, attention_path=path, sparse_mla_force_mqa=force_mqa, max_num_batched_tokens=33)
             assert_same(run(llm, prompt), want)
+
+
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 64}
+YARNS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "mscale_all_dim": {"mscale": 1.0, "mscale_all_dim": 1.0},
+    "both mscales": {"mscale": 0.7, "mscale_all_dim": 1.3, "beta_fast": 16.0, "beta_slow": 2.0},
+}
+
+
+def assert_parity(folder: Path, family: str, **fields: Any) -> None:
+    """The engine equals transformers on 150 tokens, in one chunk and in chunks of 7; `fields` change the logits."""
+    # Many heads: with few, ReLU makes exact zeros, which transformers breaks as torch.topk happens to.
+    heads = {"index_n_heads": 16} if family in DSA_FAMILIES else {}
+    prompt = tokens(150)
+    usual = oracle(make_checkpoint(folder / "usual", family, **heads), prompt).logits
+    model = make_checkpoint(folder / "model", family, **heads, **fields)
+    want = oracle(model, prompt)
+    assert (want.logits - usual).abs().max() > 0.01 * usual.abs().max(), "the fields change nothing"
+    for page, chunk in ((64, 4096), (4, 7)):
+        llm = engine(folder / "model", block_size=page, max_num_batched_tokens=chunk, enable_prefix_caching=False)
+        assert_same(run(llm, prompt), want)
+
+
+@pytest.mark.parametrize("scales", YARNS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_with_yarn_equals_transformers(tmp_path: Path, family: str, scales: str) -> None:
+    assert_parity(tmp_path, family, rope_parameters=YARN | YARNS[scales])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_with_attention_bias_equals_transformers(tmp_path: Path, family: str) -> None:
+    assert_parity(tmp_path, family, attention_bias=True)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "kimi_k2", "glm4_moe_lite"])
+def test_rotary_pairs_half_a_head_apart_equal_transformers(tmp_path: Path, family: str) -> None:
+    assert_parity(tmp_path, family, rope_interleave=False)
+
+
+@pytest.mark.parametrize(("groups", "kept", "per_token"), [(4, 2, 2), (2, 1, 4), (4, 3, 3), (8, 2, 2)])
+def test_v2_with_group_limited_experts_equals_transformers(
+    tmp_path: Path, groups: int, kept: int, per_token: int
+) -> None:
+    assert_parity(
+        tmp_path, "deepseek_v2", topk_method="group_limited_greedy", n_group=groups, topk_group=kept,
+        num_experts_per_tok=per_token, routed_scaling_factor=1.7,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("part", ["q_a_layernorm", "kv_a_layernorm"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_load_08_the_latents_norms_take_the_configs_epsilon(tmp_path: Path, family: str, part: str) -> None:
+    """transformers 5.23 has rms_norm_eps in all norms but q_a_layernorm and kv_a_layernorm, which keep its default.
+
+    So the oracle is told; without being told, it differs.
+    """
+    model = make_checkpoint(tmp_path, family, rms_norm_eps=0.3)
+    norms = {
+        name: [getattr(layer.self_attn, name) for layer in model.model.layers]
+        for name in ("q_a_layernorm", "kv_a_layernorm")
+    }
+    prompt = tokens(80)
+    for norm in itertools.chain(*norms.values()):
+        norm.variance_epsilon = model.config.rms_norm_eps
+    want = oracle(model, prompt)
+    assert_same(run(engine(tmp_path), prompt), want)
+    for norm in norms[part]:
+        norm.variance_epsilon = 1e-6
+    change = (oracle(model, prompt).logits - want.logits).abs().max() / want.logits.abs().max()
+    assert change > 0.01, f"{part}'s epsilon does not show"

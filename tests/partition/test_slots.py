@@ -108,3 +108,9 @@ def test_units_that_do_not_divide_are_refused() -> None:
 def test_a_page_that_was_never_allocated_is_refused() -> None:
     with pytest.raises(ValueError, match="entry 1 of the page table is -1"):
         slot_mapping(np.array([3, -1]), np.array([5, 70]), PageSize(64))
+
+
+def test_the_null_page_is_no_place_for_a_token() -> None:
+    with pytest.raises(ValueError, match="entry 1 of the page table is 0"):
+        slot_mapping(np.array([3, 0]), np.array([5, 64]), PageSize(64))
+    assert slot_mapping(np.array([3, 0]), np.array([5, 63]), PageSize(64)).tolist() == [197, 255]

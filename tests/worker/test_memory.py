@@ -15,6 +15,7 @@ from tests.allocations import Allocations, count_allocations, count_native, self
 from tests.native import needs_native
 from tests.oracle.harness import engine, tokens
 from tests.tiny import make_checkpoint
+from torch import Tensor
 
 from longfill import LLM, SamplingParams
 from longfill.config import EngineArgs
@@ -22,9 +23,9 @@ from longfill.errors import CapacityError
 from longfill.kernels import cpu, workspace
 from longfill.kernels.reference import attention, indexer
 from longfill.kernels.select import choose_kernels
+from longfill.models import decoder
 from longfill.models.config import ModelConfig
-from longfill.models.decoder import up_projection_bytes
-from longfill.partition import StepRequest
+from longfill.partition import LONG_MODEL_LEN, StepPlan, StepRequest
 from longfill.worker import memory
 from longfill.worker.memory import MemoryPlan, plan_memory
 from longfill.worker.sampler import SampleInput
@@ -45,6 +46,12 @@ every_backend = pytest.mark.parametrize("backend", ["reference", pytest.param("n
 """Index keys are float32 for the reference, as float32 models have them, and fp8 for the native kernels."""
 
 
+@pytest.fixture(autouse=True)
+def _a_large_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans are arithmetic: budgets beyond this machine's memory are planned too."""
+    monkeypatch.setattr(memory, "cgroup_memory_limit", lambda: 2**40)
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("model")
@@ -59,7 +66,7 @@ def dense_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def run_step(llm: LLM, parts: list[tuple[int, int]], logprobs: int | None = None) -> Allocations:
+def step_of(llm: LLM, parts: list[tuple[int, int]], logprobs: int | None = None) -> tuple[StepPlan, list[SampleInput]]:
     """One step of requests (tokens cached, tokens in this step) that share their pages, all sampling."""
     worker = llm.engine.worker
     params = SamplingParams(temperature=0.7, top_p=0.9, seed=1, logprobs=logprobs)
@@ -69,8 +76,13 @@ def run_step(llm: LLM, parts: list[tuple[int, int]], logprobs: int | None = None
         pages = np.arange(1, 1 - (-(start + count) // page_size), dtype=np.int64)
         requests.append(StepRequest(str(i), start, count, pages, np.full(count, 5 + i, dtype=np.int64), True))
     plan = worker.plan(requests)
-    inputs = [SampleInput(r.request_id, params, 1, 0) for r in plan.requests]
-    return count_allocations(lambda: worker.execute(plan, inputs))
+    return plan, [SampleInput(r.request_id, params, 1, 0) for r in plan.requests]
+
+
+def run_step(llm: LLM, parts: list[tuple[int, int]], logprobs: int | None = None) -> Allocations:
+    """Run such a step and count."""
+    plan, inputs = step_of(llm, parts, logprobs)
+    return count_allocations(lambda: llm.engine.worker.execute(plan, inputs))
 
 
 def started(folder: Path, max_model_len: int, **args: Any) -> LLM:
@@ -115,6 +127,94 @@ def test_mem_01_a_steps_memory_does_not_grow_with_the_context(
     for length, step in zip(list(counted)[1:], later, strict=True):
         assert step.peak <= 1.05 * first.peak, f"{length} tokens of context: {step.peak:,} B, {first.peak:,} before"
         assert step.largest <= 1.05 * first.largest, f"{length} tokens of context: one of {step.largest:,} B"
+
+
+def score_bytes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Fills, while steps run, with the bytes of the reserved scores that each query chunk writes."""
+    taken: list[int] = []
+    logits = workspace.Workspace.logits
+
+    def counted(self: workspace.Workspace, num_rows: int, num_keys: int) -> Tensor:
+        scores_ML = logits(self, num_rows, num_keys)
+        taken.append(scores_ML.nbytes)
+        return scores_ML
+
+    monkeypatch.setattr(workspace.Workspace, "logits", counted)
+    return taken
+
+
+def selection_bytes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Fills, while steps run, with the most that selecting among each query chunk's scores allocates."""
+    peaks: list[int] = []
+    index_topk: Callable[..., None] = indexer.index_topk
+
+    def counted(*args: Any) -> None:
+        peaks.append(count_allocations(lambda: index_topk(*args)).peak)
+
+    monkeypatch.setattr(indexer, "index_topk", counted)
+    return peaks
+
+
+def stage_peaks(monkeypatch: pytest.MonkeyPatch, llm: LLM) -> tuple[list[int], list[int]]:
+    """Fill, while steps run, with what attention allocates beside its outputs, and with what the head allocates."""
+    attending: list[int] = []
+    head: list[int] = []
+    worker = llm.engine.worker
+    attend, linear = worker.decoder.attend, decoder.linear
+
+    class Counted:
+        select = attend.select
+
+        def __call__(self, *args: Any) -> Tensor:
+            results: list[Tensor] = []
+            peak = count_allocations(lambda: results.append(attend(*args))).peak
+            # The outputs, of a request's rows and of all, are a row's activations.
+            attending.append(peak - 2 * results[0].nbytes)
+            return results[0]
+
+    def counted(x_TC: Tensor, weight: Any) -> Tensor:
+        if weight is not worker.decoder.weights.lm_head:
+            return linear(x_TC, weight)
+        results: list[Tensor] = []
+        head.append(count_allocations(lambda: results.append(linear(x_TC, weight))).peak)
+        return results[0]
+
+    monkeypatch.setattr(worker.decoder, "attend", Counted())
+    monkeypatch.setattr(decoder, "linear", counted)
+    return attending, head
+
+
+def set_tiles(monkeypatch: pytest.MonkeyPatch, **sizes: int) -> None:
+    """Give tiles other sizes, in the kernels and in the plan."""
+    for module in (workspace, indexer, attention, memory):
+        for name, size in sizes.items():
+            if hasattr(module, name):
+                monkeypatch.setattr(module, name, size)
+
+
+@pytest.mark.parametrize("index_format", ["float32", "fp8"])
+def test_mem_01_the_indexers_buffers_are_the_plans_at_every_context(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, index_format: str
+) -> None:
+    """A chunk that must be cut fills the scores' line within 5 %; what selecting takes beside them is as flat."""
+    longest, chunk = 2**15, 40
+    set_tiles(monkeypatch, SELECT_TILE=longest, KEY_TILE=4096, ROW_TILE=64)
+    # k is so large that no row is pruned before its scores are compared: the most that selecting can take.
+    llm = started(
+        folder, longest, max_num_batched_tokens=chunk, max_num_seqs=1, sparse_indexer_max_logits_mb=1,
+        indexer_cache_dtype=index_format, kernel_backend="reference", hf_overrides={"index_topk": 512},
+    )  # fmt: skip
+    line = {row.name: row.bytes for row in llm.memory.rows}
+    beside = line["indexer tiles"] - llm.memory.workspace.score_tile_bytes
+    first = 0
+    for length in (2**13, 2**14, 2**15):
+        with monkeypatch.context() as patch:
+            scores, selecting = score_bytes(patch), selection_bytes(patch)
+            llm.engine.worker.execute(*step_of(llm, [(length - chunk, chunk)]))
+        assert 0.95 * line["indexer scores"] <= max(scores) <= line["indexer scores"], f"{length} tokens of context"
+        first = first or max(selecting)
+        assert max(selecting) <= 1.05 * first, f"{length} tokens of context"
+        assert 0.3 * beside <= max(selecting) <= beside
 
 
 def native_peaks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -190,6 +290,44 @@ def test_mem_02_the_worst_step_stays_within_the_plan(
     assert not peaks or max(peaks) <= native_scratch(llm.memory) + NATIVE_SLACK
 
 
+@pytest.mark.parametrize(
+    ("path", "backend"),
+    [
+        *[(path, "reference") for path in ("paged", "workspace", "dense", "all sparse")],
+        pytest.param("paged", "native", marks=needs_native),
+    ],
+)
+def test_mem_02_the_worst_step_takes_what_the_plan_grants(
+    folder: Path, dense_folder: Path, monkeypatch: pytest.MonkeyPatch, path: str, backend: str
+) -> None:
+    """As above with small tiles, so that lines which are planned too small have nothing to hide behind.
+
+    Of the plan 30 % at least is used: it adds up stages that do not all live at once.
+    """
+    set_tiles(monkeypatch, SELECT_TILE=2**13, CONTEXT_TILE=512, ATTENTION_TILE_BYTES=2**17)
+    args: dict[str, Any] = {
+        "dense": {},
+        "all sparse": {"sparse_mla_force_mqa": True, "hf_overrides": {"index_topk": 128}},
+    }.get(path, {"attention_path": path})
+    longest, seqs, budget = 1024, 8, 256
+    where = dense_folder if path == "dense" else folder
+    llm = started(
+        where, longest, max_num_seqs=seqs, max_num_batched_tokens=budget, **(args | BACKENDS[backend])
+    )  # fmt: skip
+    granted = transient(llm.memory)
+    rows = {row.name: row.bytes for row in llm.memory.rows}
+    chunk = budget - (seqs - 1)
+    parts = [(longest - 1 - chunk, chunk), *[(longest - 2, 1)] * (seqs - 1)]
+    step = run_step(llm, parts, logprobs=64)
+    assert 0.3 * granted <= step.peak <= granted
+    assert rows["activations"] >= 0.5 * granted, "fixed tiles could hide a wrong line of activations"
+    # Stage by stage, each against its own line.
+    attending, head = stage_peaks(monkeypatch, llm)
+    llm.engine.worker.execute(*step_of(llm, parts, logprobs=64))
+    assert 0.3 * rows["attention tiles"] <= max(attending) <= rows["attention tiles"]
+    assert 0.3 * rows["logits"] <= max(head) <= rows["logits"]
+
+
 @pytest.mark.parametrize("rows", [(0, 512), (8, 504), (0, 16)])
 @every_backend
 def test_mem_02_a_first_chunk_stays_within_the_plan(folder: Path, rows: tuple[int, int], backend: str) -> None:
@@ -201,11 +339,11 @@ def test_mem_02_a_first_chunk_stays_within_the_plan(folder: Path, rows: tuple[in
 def test_mem_02_fp8_weights_are_in_the_plan(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "glm_moe_dsa", fp8=True, dtype=torch.bfloat16)
     llm = started(tmp_path, 1024, dtype="auto", max_num_seqs=1, max_num_batched_tokens=64)
-    decoder = llm.engine.worker.decoder
-    kept = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for pair in decoder._up for t in pair}
-    assert sum(kept.values()) == up_projection_bytes(decoder.weights) > 0
+    model = llm.engine.worker.decoder
+    kept = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for pair in model._up for t in pair}
+    assert sum(kept.values()) > 0
     weights = next(row for row in llm.memory.rows if row.name == "weights")
-    assert weights.bytes == decoder.weights.num_bytes + sum(kept.values())
+    assert weights.bytes == model.weights.num_bytes + sum(kept.values())
     assert run_step(llm, [(900, 64)]).peak <= transient(llm.memory)
 
 
@@ -338,7 +476,7 @@ def test_mem_06_the_suggested_length_starts_and_one_more_does_not(
     args = args | BACKENDS[backend]
     roomy = plan(folder, max_model_len=room_for, memory_budget="64GiB", **args)
     pages = -(-room_for // args.get("block_size", 64)) + 1
-    need = sum(row.bytes for row in roomy.rows[:-1]) + pages * roomy.page_bytes
+    need = sum(row.bytes for row in roomy.rows[:-2]) + pages * (roomy.page_bytes + memory.PAGE_BOOKKEEPING)
     length = assert_suggestion_is_exact(folder, memory_budget=str(need), **args)
     assert room_for <= length < room_for + 64
     assert assert_suggestion_is_exact(folder, memory_budget=str(need - 1), **args) < room_for
@@ -361,7 +499,7 @@ def test_mem_06_a_longer_limit_never_needs_less(folder: Path, args: dict[str, An
     lengths = [2, 64, 65, 4096, 100_000, 262_143, 262_144, 262_145, 300_000, 655_360, 655_361, 2**20]
     budget = {"memory_budget": "64GiB"}
     fixed = [
-        sum(r.bytes for r in plan(folder, max_model_len=n, **args, **budget).rows[:-1])
+        sum(r.bytes for r in plan(folder, max_model_len=n, **args, **budget).rows[:-2])
         for n in lengths
         if fits(args, n)
     ]
@@ -405,5 +543,19 @@ def test_mem_06_a_request_of_the_longest_length_runs_in_the_smallest_pool(folder
 
 
 def test_the_factor_limit_is_the_partitions() -> None:
-    assert memory.context_workspace_rows(EngineArgs(), memory.FACTOR_LIMIT) == 5 * memory.FACTOR_LIMIT
-    assert memory.context_workspace_rows(EngineArgs(), memory.FACTOR_LIMIT + 1) == 5 * memory.FACTOR_LIMIT
+    assert memory.context_workspace_rows(EngineArgs(), LONG_MODEL_LEN) == 5 * LONG_MODEL_LEN
+    assert memory.context_workspace_rows(EngineArgs(), LONG_MODEL_LEN + 1) == 5 * LONG_MODEL_LEN
+
+
+def test_a_budget_beyond_the_machine_is_refused_with_both_numbers(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "cgroup_memory_limit", lambda: 2**30)
+    with pytest.raises(CapacityError, match=r"2GiB.*1,024\.0 MiB"):
+        plan(folder, max_model_len=1024)
+
+
+def test_the_reserve_for_the_process_is_the_same_for_two_starts_of_one_command() -> None:
+    typical = [memory.process_reserve(rss * MIB) for rss in range(200, 257)]
+    assert set(typical) == {320 * MIB}
+    assert all(memory.process_reserve(rss * MIB) >= (rss + 64) * MIB for rss in range(100, 2000, 7))

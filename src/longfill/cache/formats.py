@@ -1,7 +1,7 @@
 """Bytes of one cached token: the latent row and the index key of a layer, by format name.
 
-Imports errors only. Invariant: every row is a multiple of 4 bytes, so that the fp32 scales in a record can be viewed
-in place.
+Imports errors and units only. Invariant: every row is a multiple of 4 bytes, so that the fp32 scales in a record can be
+viewed in place.
 
 R is the latent rank (`kv_lora_rank`), P the rotary dimension, D the indexer's head dimension.
 
@@ -9,7 +9,7 @@ R is the latent rank (`kv_lora_rank`), P the rotary dimension, D the indexer's h
 |--------------|----------------------------|--------------------------------------------------------------------|
 | `float32`    | 4 (R + P)                  | latent, then rotary part                                           |
 | `bfloat16`   | 2 (R + P)                  | the same                                                           |
-| `fp8`        | R + P                      | e4m3; the latent part has one static scale a layer (`worker.pool`) |
+| `fp8`        | R + P                      | e4m3; each part has one static scale a layer (`worker.pool`)       |
 | `fp8_ds_mla` | R + 4 ceil(R / 128) + 2 P  | e4m3 latent, one fp32 scale per 128 values, bfloat16 rotary part   |
 
 | index key | bytes | content                                                                                     |
@@ -21,6 +21,7 @@ R is the latent rank (`kv_lora_rank`), P the rotary dimension, D the indexer's h
 from __future__ import annotations
 
 from longfill.errors import ConfigError
+from longfill.units import SCALE_GROUP
 
 LAYOUT_VERSION = 1
 """Version of the byte layout of a record; part of every prefix hash, so records of two layouts never mix."""
@@ -29,8 +30,6 @@ LATENT_FORMATS = ("float32", "bfloat16", "fp8", "fp8_ds_mla")
 INDEX_FORMATS = ("float32", "fp8")
 
 SCALE_BYTES = 4
-SCALE_GROUP = 128
-"""Latent values that share one scale in `fp8_ds_mla`."""
 
 
 def latent_row_bytes(format: str, kv_lora_rank: int, rope_dim: int) -> int:

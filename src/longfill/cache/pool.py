@@ -6,6 +6,7 @@ without a hash come before pages with one, and those stand least recently used f
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Sequence
 
 from longfill.cache.prefix import BlockHash
@@ -28,10 +29,12 @@ class BlockPool:
             raise ConfigError(f"a KV pool needs at least 2 pages (page 0 is the null page), got {num_pages}")
         self.num_pages = num_pages
         self.num_free_pages = NumPages(num_pages - 1)
-        ids = [PageId(i) for i in range(num_pages)]
-        self._next = [*ids[1:], NULL_PAGE]
-        self._prev = [ids[-1], *ids[:-1]]
-        self._ref_count = [0] * num_pages
+        # Arrays, not lists: a pool may have millions of pages, and boxed integers would take several times as much.
+        self._next = array("q", range(1, num_pages + 1))
+        self._next[-1] = NULL_PAGE
+        self._prev = array("q", range(-1, num_pages - 1))
+        self._prev[NULL_PAGE] = num_pages - 1
+        self._ref_count = array("q", bytes(8 * num_pages))
         self._hash: list[BlockHash | None] = [None] * num_pages
         # Pages by hash, in the order they were published. Requests that compute the same block side by side each
         # keep their own page, since their page tables are already in use.
@@ -60,7 +63,7 @@ class BlockPool:
             raise CapacityError(f"{count} pages asked for, {self.num_free_pages} of {self.num_usable_pages} are free")
         taken = []
         for _ in range(count):
-            page = self._next[NULL_PAGE]
+            page = PageId(self._next[NULL_PAGE])
             self._unlink(page)
             self._drop_hash(page)
             self._ref_count[page] = 1
@@ -82,7 +85,7 @@ class BlockPool:
             self._ref_count[page] -= 1
             if self._ref_count[page] == 0:
                 # Between the ring's end and the null page is the tail; behind the null page is the head.
-                self._link_after(self._prev[NULL_PAGE] if self._hash[page] else NULL_PAGE, page)
+                self._link_after(PageId(self._prev[NULL_PAGE]) if self._hash[page] else NULL_PAGE, page)
 
     def publish(self, page: PageId, block_hash: BlockHash) -> None:
         """Let a held page be found under `block_hash` from now on."""
@@ -106,7 +109,7 @@ class BlockPool:
             free.append(page)
             assert len(free) <= self.num_usable_pages, "the free list does not end"
             page = self._next[page]
-        assert self._ref_count == list(holders), "reference counts differ from the owners' page tables"
+        assert self._ref_count.tolist() == list(holders), "reference counts differ from the owners' page tables"
         assert NULL_PAGE not in free, "the null page is in the free list"
         assert holders[NULL_PAGE] == 0, "the null page is held"
         assert sorted(free) == [p for p in range(1, self.num_pages) if not holders[p]], "free list and holders disagree"

@@ -5,6 +5,7 @@ Imports the needle task and the session. Invariant: exit code 0 only for the exa
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from typing import Annotated, Any
 
@@ -17,6 +18,7 @@ from longfill.cli.flags import JsonFlag, engine_flags
 from longfill.cli.needle_task import ANSWER_PARAMS, is_exact, prompt_for, sized_for, text_with_facts
 from longfill.cli.session import generate, open_engine, report
 from longfill.config import EngineArgs
+from longfill.units import PageSize, pages_for
 
 
 @engine_flags(positional_model=False, seed="Seed of the text")
@@ -30,7 +32,7 @@ def demo(
     as_json: JsonFlag = False,
 ) -> int:
     """Hide a fact in a long text and ask the bundled model for it."""
-    llm = open_engine(sized_for(engine, [context]))
+    llm = open_engine(_one_request(sized_for(engine, [context])))
     haystack = text_with_facts(llm, context, seed=engine.seed, depth=depth)
     fact = haystack.facts[0]
     started = time.monotonic()
@@ -51,6 +53,14 @@ def demo(
     else:
         _show(values, stdout())
     return 0 if correct else 1
+
+
+def _one_request(engine: EngineArgs) -> EngineArgs:
+    """`engine` with no more pages than the demo's one request and the null page need, unless told otherwise."""
+    if engine.num_gpu_blocks_override is not None or engine.max_model_len is None:
+        return engine
+    pages = pages_for(engine.max_model_len, PageSize(engine.block_size)) + 1
+    return dataclasses.replace(engine, num_gpu_blocks_override=pages)
 
 
 def _show(values: dict[str, Any], console: Console) -> None:

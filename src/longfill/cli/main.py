@@ -66,6 +66,8 @@ def exit_code(args: Sequence[str] | None = None) -> int:
         with contextlib.suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except OSError as error:
+        return _complain(f"cannot write the output: {error}")
     if code == INTERRUPTED:
         print("longfill: interrupted", file=sys.stderr)
     return int(code or 0)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from os import PathLike, fspath
 from typing import Any
 
 import numpy as np
@@ -32,9 +33,9 @@ class LLM:
     >>> llm.generate("The access code of", SamplingParams(temperature=0, max_tokens=4))  # doctest: +SKIP
     """
 
-    def __init__(self, model: str = "needle", **engine_args: Any) -> None:
+    def __init__(self, model: str | PathLike[str] = "needle", **engine_args: Any) -> None:
         try:
-            args = EngineArgs(model=model, **engine_args)
+            args = EngineArgs(model=fspath(model), **engine_args)
         except TypeError as error:
             raise ConfigError(f"LLM: {error}") from None
         self._start(args)
@@ -92,6 +93,8 @@ class LLM:
         batch = _as_list(prompts)
         params = sampling_params if sampling_params is not None else SamplingParams()
         each = [params] * len(batch) if isinstance(params, SamplingParams) else list(params)
+        if not all(isinstance(wanted, SamplingParams) for wanted in each):
+            raise ConfigError("generate: sampling_params must be a SamplingParams, or a list with one for each prompt")
         if len(each) != len(batch):
             raise ConfigError(f"generate: {len(batch)} prompts but {len(each)} sampling_params; give one, or one each")
         ids = [str(next(self._ids)) for _ in batch]
@@ -118,18 +121,31 @@ class LLM:
         return done
 
 
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+def _as_list(prompts: Any) -> list[Prompt]:
     """One prompt or many: a list of ints is one prompt."""
-    if isinstance(prompts, str | Mapping | np.ndarray):
+    if isinstance(prompts, str | Mapping) or hasattr(prompts, "__array__"):
         return [prompts]
+    if not isinstance(prompts, list | tuple):
+        raise ConfigError(
+            f"generate: prompts must be text, token ids, a mapping or a list of these, got {prompts!r:.60}"
+        )
     items: list[Any] = list(prompts)
-    return [items] if items and isinstance(items[0], int | np.integer) else items
+    return [items] if items and isinstance(items[0], int | float | np.integer) else items
 
 
 def _content(prompt: Prompt) -> tuple[str | Sequence[int] | TokenIds, str]:
     if not isinstance(prompt, Mapping):
-        return prompt, ""
+        return _text_or_ids(prompt), ""
     unknown = set(prompt) - {"prompt", "prompt_token_ids", "cache_salt"}
     if unknown or ("prompt" in prompt) == ("prompt_token_ids" in prompt):
         raise ConfigError(f"prompt {sorted(prompt)}: give either 'prompt' or 'prompt_token_ids', and 'cache_salt'")
-    return prompt.get("prompt", prompt.get("prompt_token_ids")), str(prompt.get("cache_salt", ""))
+    salt = prompt.get("cache_salt") or ""
+    if not isinstance(salt, str):
+        raise ConfigError(f"prompt: cache_salt must be a string, got {salt!r:.60}")
+    return _text_or_ids(prompt.get("prompt", prompt.get("prompt_token_ids"))), salt
+
+
+def _text_or_ids(content: Any) -> str | Sequence[int] | TokenIds:
+    if isinstance(content, str | list | tuple) or hasattr(content, "__array__"):
+        return content  # type: ignore[no-any-return]
+    raise ConfigError(f"prompt: give text or a list of token ids, got {content!r:.60}")

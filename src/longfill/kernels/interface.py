@@ -46,6 +46,8 @@ class LatentCache:
     rope_dim: int
     scale: float
     """Static scale of the latent part in format "fp8": a power of two, from a bound on the normalised latent."""
+    rope_scale: float
+    """The same of the rotary part, from a bound on the projection that is rotated."""
 
 
 @dataclass(frozen=True)

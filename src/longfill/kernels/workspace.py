@@ -25,6 +25,11 @@ ATTENTION_TILE_BYTES = 8 * 2**20
 """Bytes of gathered fp32 latent rows, or of dense scores, that attention holds at once."""
 
 
+def attention_tile_bytes(topk: int, width: int) -> int:
+    """Bytes of gathered fp32 rows that sparse attention holds at once: a tile, or one query row's if those are more."""
+    return max(ATTENTION_TILE_BYTES, topk * width * 4)
+
+
 @dataclass(frozen=True)
 class WorkspaceSizes:
     """What to reserve. `context_rows` > 0 only for the workspace attention path."""

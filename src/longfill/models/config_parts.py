@@ -145,6 +145,8 @@ def read_moe(f: Reader, family: str) -> MoeConfig | None:
             "num_experts_per_tok",
             f"{per_token} experts cannot be chosen from {topk_groups} of {groups} groups of {num_experts} experts",
         )
+    if method == "noaux_tc" and groups > 1 and num_experts < 2 * groups:
+        raise f.error("n_group", f"is {groups}, one expert a group, but noaux_tc adds a group's two best scores")
     norm = f.boolean("norm_topk_prob", default=False if softmax else None)
     if softmax and norm:
         # The published implementations disagree on whether normalised weights are also scaled.

@@ -143,12 +143,6 @@ class Decoder:
         self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - start
 
 
-def up_projection_bytes(weights: ModelWeights) -> int:
-    """Bytes of the dequantised copies that a Decoder keeps of fp8 kv_b weights, beside the weights themselves."""
-    stored = [layer.attention.kv_b for layer in weights.layers]
-    return sum(w.weight.numel() * weights.embed.itemsize for w in stored if w.scale is not None)
-
-
 def _per_head(x_THA: Tensor, weight_HAB: Tensor) -> Tensor:
     """[T, H, A] x [H, A, B] -> [T, H, B], one matrix a head."""
     padded = pad_rows(x_THA)

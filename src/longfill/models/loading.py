@@ -8,6 +8,7 @@ file unless its dtype has to change, and then it is converted alone.
 from __future__ import annotations
 
 import logging
+import math
 import re
 from pathlib import Path
 
@@ -32,6 +33,7 @@ logger = logging.getLogger(__name__)
 
 _FLOATS = ("F32", "F16", "BF16")
 _SCALES = ("F32", "BF16", "F8_E8M0")
+_KEPT_FLOAT32 = re.compile(r"\.indexer\.(k_norm|weights_proj)\.|\.mlp\.gate\.")
 _ROTARY_BUFFERS = r".*\.rotary_emb\.inv_freq"
 """Old checkpoints store this derived table; the engine computes it from the config."""
 
@@ -56,6 +58,25 @@ def load_model(folder: str | Path, config: ModelConfig, dtype: torch.dtype) -> M
             unused_indexers[0],
         )
     return weights
+
+
+def weight_bytes(folder: str | Path, dtype: torch.dtype) -> int:
+    """Bytes that the weights of `folder` take once loaded in `dtype`, from the files' headers alone.
+
+    fp8 weights stay as stored, with float32 scales; an fp8 kv_b is also kept dequantised for the absorbed form.
+    """
+    total = 0
+    for shard in Checkpoint.open(folder).shards:
+        for entry in shard.tensors.values():
+            count = math.prod(entry.shape)
+            if entry.name.endswith("_scale_inv") or _KEPT_FLOAT32.search(entry.name):
+                total += 4 * count
+            elif entry.dtype in _FLOATS:
+                total += dtype.itemsize * count
+            else:
+                total += entry.end - entry.begin
+                total += dtype.itemsize * count if entry.name.endswith("kv_b_proj.weight") else 0
+    return total
 
 
 def _shared_indexers(config: ModelConfig) -> list[str]:

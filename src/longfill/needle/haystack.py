@@ -105,6 +105,7 @@ _SLOTS: dict[str, tuple[str, ...]] = {
 # Words that are one token each; a sentence made of them fills the last gap of a text to the token.
 _PADDING = ("and", "then", "the", "same", "again")
 _LONGEST_GAP = 48
+"""Tokens of filler, at least, that the last sentence of filler may have to fill."""
 
 
 @dataclass(frozen=True)
@@ -211,6 +212,7 @@ def build_haystack(
     `count` gives the tokens of a piece of text; it is called once for every different word, with its leading
     space, and must be additive over words (true where words and digits are split before tokenizing). `reserve`
     is what the caller adds around text and question: 1 for a begin-of-sequence token, more for other templates.
+    Raises ValueError for a tokenizer that splits the words which fill the last gap: it could miss the length.
     With `depth`, the first fact of the result stands at this depth; the others are spread at random.
     """
     if depth is not None and not 0.0 <= depth <= 1.0:
@@ -221,6 +223,7 @@ def build_haystack(
 
     rng = random.Random(seed)
     counter = _WordCounter(count)
+    _check_padding(counter)
     names = draw_names(rng, number)
     codes = [draw_code(rng) for _ in names]
     sentences = [fact_sentence(rng, name, code) for name, code in zip(names, codes, strict=True)]
@@ -236,6 +239,7 @@ def build_haystack(
     depths = [rng.random() if depth is None or index else depth for index in range(number)]
     grammar = FillerGrammar(rng, frozenset(names))
     text, places = _interleave(sentences, [at * budget for at in depths], filler, grammar, counter)
+    assert counter.tokens(text) == budget
     return Haystack(
         text=text,
         facts=tuple(Fact(name, code, place / budget) for name, code, place in zip(names, codes, places, strict=True)),
@@ -253,6 +257,7 @@ def _interleave(
     """
     waiting = deque(sorted(range(len(sentences)), key=lambda index: (wanted[index], index)))
     places = [0] * len(sentences)
+    smallest_gap = counter.tokens(_padding_sentence(1))
     text: list[str] = []
     used = 0
     while waiting or filler > 0:
@@ -262,7 +267,8 @@ def _interleave(
             sentence = sentences[index]
         else:
             sentence = grammar.sentence()
-            if filler <= _LONGEST_GAP:
+            # What a sentence leaves must have room for another: with some tokenizers one is longer than the gap.
+            if filler <= _LONGEST_GAP or filler < counter.tokens(sentence) + smallest_gap:
                 sentence = _padding_sentence(_padding_words(counter, filler))
             filler -= counter.tokens(sentence)
         text.append(sentence)
@@ -296,6 +302,17 @@ def _question(name: str, padding: int) -> str:
 def _padding_sentence(words: int) -> str:
     """A sentence of `words` words and a full stop."""
     return " ".join(islice(cycle(_PADDING), words)) + "."
+
+
+def _check_padding(counter: _WordCounter) -> None:
+    """Raise ValueError unless each padding word is one token and the full stop adds the same number to each."""
+    stop = counter.tokens(_padding_sentence(1)) - 1
+    for word in _PADDING:
+        if counter.tokens(word) != 1 or counter.tokens(word + ".") != 1 + stop:
+            raise ValueError(
+                f"the tokenizer makes {counter.tokens(word)} tokens of {word!r} and {counter.tokens(word + '.')} of "
+                f"{word + '.'!r}; exact lengths need 1 and {1 + stop}. Use a tokenizer that keeps common words whole"
+            )
 
 
 def _padding_words(counter: _WordCounter, tokens: int) -> int:

@@ -10,9 +10,15 @@ from longfill.partition.row_shards import row_shards
 from longfill.partition.slots import CompressRatio, KernelBlockSize, kernel_block_table, slot_mapping
 from longfill.partition.step import StepPlan, StepRequest, plan_step
 from longfill.partition.transfer import expected_acks, tp_source_ranks
-from longfill.partition.workspace import indexer_workspace_rows, prefill_workspace_rows, workspace_chunks
+from longfill.partition.workspace import (
+    LONG_MODEL_LEN,
+    indexer_workspace_rows,
+    prefill_workspace_rows,
+    workspace_chunks,
+)
 
 __all__ = [
+    "LONG_MODEL_LEN",
     "CompressRatio",
     "IndexerChunk",
     "KernelBlockSize",

@@ -36,8 +36,8 @@ def slot_mapping(
     positions, and `page_size` the tokens in one block *of that table*. With `compress_ratio` c a block stores
     `page_size / c` rows, and the last token of each group of c stores its row; the others get `NO_SLOT`.
 
-    Raises ValueError for a position outside the table (an index past it would hit another request's rows), a
-    negative page, or a compress ratio that does not divide the page size.
+    Raises ValueError for a position outside the table (an index past it would hit another request's rows), a page
+    below 1 (page 0 is the null page), or a compress ratio that does not divide the page size.
     """
     positive("page_size", page_size)
     rows_per_block, rest = divmod(page_size, positive("compress_ratio", compress_ratio))
@@ -64,9 +64,11 @@ def check_table(pages: Int64Array, positions: Int64Array, page_size: int, where:
         )
     first = low // page_size
     used = pages[first : high // page_size + 1]
-    if used.min() < 0:
+    if used.min() < 1:
         missing = first + int(used.argmin())
-        raise ValueError(f"{where}entry {missing} of the page table is {used.min()}; that page was never allocated")
+        raise ValueError(
+            f"{where}entry {missing} of the page table is {used.min()}; pages that hold tokens are allocated from 1 on"
+        )
 
 
 def kernel_block_table(pages: Int64Array, page_size: PageSize, kernel_block: KernelBlockSize) -> Int64Array:

@@ -15,17 +15,21 @@ from longfill.errors import CapacityError
 from longfill.kernels import cpu
 from longfill.kernels.reference.linear import DEQUANT_ROWS, MIN_ROWS
 from longfill.kernels.select import KernelChoice
-from longfill.kernels.workspace import ATTENTION_TILE_BYTES, SELECT_TILE, WorkspaceSizes
+from longfill.kernels.workspace import SELECT_TILE, WorkspaceSizes, attention_tile_bytes
 from longfill.models.config import ModelConfig
-from longfill.partition import prefill_workspace_rows
+from longfill.partition import LONG_MODEL_LEN, prefill_workspace_rows
 from longfill.units import NumPages, PageSize, pages_for
 
 TILE_COPIES = 5
 """Arrays of ATTENTION_TILE_BYTES that attention holds at its peak: rows as stored, decoded, scores, weights, out."""
 SELECT_BYTES = 32
 """Bytes that selecting the top-k holds per score of a SELECT_TILE: comparisons, running counts, indices."""
-FACTOR_LIMIT = 262_144
-"""Contexts up to here have the larger workspace factor; see `partition.prefill_workspace_rows`."""
+
+
+PROCESS_FLOOR = 320 * 2**20
+PROCESS_GROWTH = 64 * 2**20
+PAGE_BOOKKEEPING = 512
+"""Bytes of Python objects for one page at most: its place in the free list, its hash, its places in page tables."""
 
 
 @dataclass(frozen=True)
@@ -55,10 +59,25 @@ class MemoryPlan:
 
 
 def budget_bytes(args: EngineArgs) -> int:
-    """The budget as given, or the stated share of what the cgroup allows."""
-    if args.memory_budget is not None:
-        return parse_bytes(args.memory_budget)
-    return int(cgroup_memory_limit() * DEFAULT_MEMORY_SHARE)
+    """The budget as given, or the stated share of what the cgroup allows. Raises CapacityError for one beyond that."""
+    limit = cgroup_memory_limit()
+    if args.memory_budget is None:
+        return int(limit * DEFAULT_MEMORY_SHARE)
+    budget = parse_bytes(args.memory_budget)
+    if budget > limit:
+        raise CapacityError(
+            f"--memory-budget {args.memory_budget}: this process may use {_mib(limit)} (cgroup or machine); give less"
+        )
+    return budget
+
+
+def process_reserve(rss_bytes: int) -> int:
+    """What to set aside for the process itself, which holds `rss_bytes` before the model is loaded.
+
+    Libraries load more of themselves at first use and the allocator keeps what it was given back (measured together: 31
+    to 66 MiB in prefills of 8K to 64K tokens). In steps, so that two starts of one command plan alike.
+    """
+    return max(PROCESS_FLOOR, -(-(rss_bytes + PROCESS_GROWTH) // PROCESS_GROWTH) * PROCESS_GROWTH)
 
 
 def plan_memory(
@@ -76,19 +95,20 @@ def plan_memory(
         return _fixed_rows(args, config, layout, kernels, max_model_len, process_bytes, weight_bytes)
 
     override = args.num_gpu_blocks_override
+    page_cost = layout.record_bytes + PAGE_BOOKKEEPING
 
     def needed(max_model_len: int) -> int:
         pages = override if override is not None else _request_pages(max_model_len, layout.page_size)
-        return sum(row.bytes for row in fixed(max_model_len)) + layout.pool_bytes(NumPages(pages))
+        return sum(row.bytes for row in fixed(max_model_len)) + pages * page_cost
 
     def fits(max_model_len: int) -> bool:
         pages = _request_pages(max_model_len, layout.page_size)
         return needed(max_model_len) <= budget and (override is None or pages <= override)
 
     if not fits(longest):
-        raise CapacityError(_refusal(args, needed, fits, longest, budget))
+        raise CapacityError(_refusal(args, fixed, needed, fits, longest, budget))
     rows = fixed(longest)
-    left = (budget - sum(row.bytes for row in rows)) // layout.record_bytes
+    left = (budget - sum(row.bytes for row in rows)) // page_cost
     useful = args.max_num_seqs * int(pages_for(longest, layout.page_size)) + 1
     num_pages = NumPages(override if override is not None else min(left, useful))
     request_bytes = layout.pool_bytes(pages_for(longest, layout.page_size))
@@ -96,6 +116,7 @@ def plan_memory(
         f"{num_pages:,} pages x {layout.record_bytes:,} B; {layout.bytes_per_token:,} B a token; "
         f"one request of {longest:,} tokens takes {request_bytes:,} B"
     )
+    rows.append(MemoryRow("page bookkeeping", num_pages * PAGE_BOOKKEEPING, "free list, prefix hashes, page tables"))
     rows.append(MemoryRow("KV pages", layout.pool_bytes(num_pages), note))
     return MemoryPlan(
         budget=budget,
@@ -137,7 +158,7 @@ def max_logits_bytes(args: EngineArgs, max_model_len: int) -> int:
 def context_workspace_rows(args: EngineArgs, max_model_len: int) -> int:
     """Rows of the gather workspace, made monotone: the factor's step from 5 to 2 would let a longer limit need less."""
     factor = args.sparse_mla_prefill_workspace_factor
-    lengths = {max_model_len, min(max_model_len, FACTOR_LIMIT)}
+    lengths = {max_model_len, min(max_model_len, LONG_MODEL_LEN)}
     return max(prefill_workspace_rows(length, factor) for length in lengths)
 
 
@@ -148,12 +169,13 @@ def _fixed_rows(
     sizes = _workspace_sizes(args, config, layout, kernels, max_model_len)
     tokens = args.max_num_batched_tokens
     sampled = max(args.max_num_seqs, MIN_ROWS)
+    tile_bytes = attention_tile_bytes(sizes.topk, config.kv_lora_rank + config.qk_rope_head_dim)
     rows = [
         MemoryRow("process", process_bytes, "Python, torch and libraries, measured before the model is loaded"),
         MemoryRow("weights", weight_bytes, "memory-mapped where the dtype is the checkpoint's"),
         MemoryRow("prompt ids", 32 * max_model_len, "text, token ids and page tables of one longest request"),
         MemoryRow("activations", tokens * _activation_bytes(config), f"{tokens:,} rows of one step"),
-        MemoryRow("attention tiles", TILE_COPIES * ATTENTION_TILE_BYTES, "gathered rows and scores"),
+        MemoryRow("attention tiles", TILE_COPIES * tile_bytes, "gathered rows and scores"),
         MemoryRow("logits", 3 * 4 * sampled * config.vocab_size, f"{sampled} sampled rows, fp32"),
     ]
     if config.quant is not None:
@@ -161,7 +183,7 @@ def _fixed_rows(
     if sizes.topk:
         rows.append(MemoryRow("selection", 2 * sizes.selection_bytes, f"top-{sizes.topk} positions of {tokens:,} rows"))
     if sizes.logits_bytes:
-        tiles = sizes.score_tile_bytes + SELECT_TILE * SELECT_BYTES
+        tiles = sizes.score_tile_bytes + max(SELECT_TILE, max_model_len) * SELECT_BYTES
         rows.append(MemoryRow("indexer scores", sizes.logits_bytes, "one query chunk"))
         rows.append(MemoryRow("indexer tiles", tiles, "scoring and selection"))
     if kernels.native_index:
@@ -205,7 +227,8 @@ def _activation_bytes(config: ModelConfig) -> int:
 
 
 def _refusal(
-    args: EngineArgs, needed: Callable[[int], int], fits: Callable[[int], bool], longest: int, budget: int
+    args: EngineArgs, fixed: Callable[[int], list[MemoryRow]], needed: Callable[[int], int],
+    fits: Callable[[int], bool], longest: int, budget: int,
 ) -> str:  # fmt: skip
     low, high = 0, longest
     while high - low > 1:
@@ -214,15 +237,16 @@ def _refusal(
     override = args.num_gpu_blocks_override
     pages = "" if override is None else f" with {override:,} pages (--num-gpu-blocks-override)"
     if low < 2:
+        largest = max(fixed(2), key=lambda row: row.bytes)
         return (
-            f"--memory-budget {_gib(budget)}: the model{pages} needs {_gib(needed(2))} before any context; raise "
-            "--memory-budget, or lower --max-num-batched-tokens and --sparse-indexer-max-logits-mb"
+            f"--memory-budget {_mib(budget)}: the model{pages} needs {_mib(needed(2))} before any context, most of it "
+            f"for '{largest.name}'; raise --memory-budget, or lower --max-num-batched-tokens or --max-num-seqs"
         )
     return (
-        f"--max-model-len {longest:,}{pages} needs {_gib(needed(longest))}, more than the budget of {_gib(budget)} "
+        f"--max-model-len {longest:,}{pages} needs {_mib(needed(longest))}, more than the budget of {_mib(budget)} "
         f"or the pages allow; the largest that fits is --max-model-len {low}"
     )
 
 
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.2f} GiB"
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:,.1f} MiB"

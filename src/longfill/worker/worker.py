@@ -21,13 +21,13 @@ from longfill.kernels.select import choose_kernels
 from longfill.kernels.workspace import Workspace
 from longfill.models.attention import Attend
 from longfill.models.config import ModelConfig
-from longfill.models.decoder import Decoder, up_projection_bytes
-from longfill.models.loading import load_model
-from longfill.models.rope import softmax_scale
-from longfill.partition import StepPlan, StepRequest, plan_step
+from longfill.models.decoder import Decoder
+from longfill.models.loading import load_model, weight_bytes
+from longfill.models.rope import inverse_frequencies, softmax_scale
+from longfill.partition import StepPlan, StepRequest, indexer_workspace_rows, plan_step
 from longfill.units import NumPages, PageSize
 from longfill.worker.batch import step_rows
-from longfill.worker.memory import MemoryPlan, context_workspace_rows, max_logits_bytes, plan_memory
+from longfill.worker.memory import MemoryPlan, context_workspace_rows, max_logits_bytes, plan_memory, process_reserve
 from longfill.worker.pool import allocate_pool, latent_scales, layer_caches
 from longfill.worker.sampler import LogitsError, SampledToken, SampleInput, sample
 
@@ -55,9 +55,8 @@ class Worker:
         self.args = args
         self.config = config
         self.layout = record_layout(args, config)
-        process_bytes = psutil.Process().memory_info().rss
+        process_bytes = process_reserve(psutil.Process().memory_info().rss)
         dtype = getattr(torch, config.dtype)
-        weights = load_model(folder, config, dtype)
         indexer = config.indexer
         self.kernels = choose_kernels(
             args,
@@ -67,12 +66,15 @@ class Worker:
         )
         self.memory: MemoryPlan = plan_memory(
             args, config, self.layout, self.kernels,
-            process_bytes=process_bytes, weight_bytes=weights.num_bytes + up_projection_bytes(weights),
+            process_bytes=process_bytes, weight_bytes=weight_bytes(folder, dtype),
         )  # fmt: skip
+        logger.info("kernels: %s", "; ".join(f"{operation}: {path}" for operation, path in self.kernels.paths.items()))
+        weights = load_model(folder, config, dtype)
         self._workspace_rows = context_workspace_rows(args, self.memory.max_model_len)
         attend = Attend(self.kernels, Workspace(self.memory.workspace), softmax_scale(config), num_threads=threads)
         self.pool = allocate_pool(self.layout, NumPages(self.memory.num_pages))
-        caches = layer_caches(self.pool, self.layout, latent_scales(weights))
+        rope_gain = inverse_frequencies(config.rope)[1]
+        caches = layer_caches(self.pool, self.layout, latent_scales(weights, rope_gain))
         self.decoder = Decoder(config, weights, caches, attend)
 
     def plan(self, requests: Sequence[StepRequest]) -> StepPlan:
@@ -81,7 +83,9 @@ class Worker:
             requests,
             page_size=self.layout.page_size,
             topk=self.kernels.topk,
-            indexer_workspace_rows=self.memory.max_model_len,
+            indexer_workspace_rows=indexer_workspace_rows(
+                self.memory.max_model_len, self.args.sparse_mla_prefill_workspace_factor
+            ),
             max_logits_bytes=max_logits_bytes(self.args, self.memory.max_model_len),
             workspace_rows=self._workspace_rows,
         )

@@ -1,7 +1,7 @@
 """Absorbed MLA over selected rows (sparse) or over a causal range (dense), with log-sum-exp.
 
-May import torch. Invariant: every tile boundary is counted from position 0 or is one row, so a row's bits do not depend
-on its neighbours. All arithmetic is fp32 over the stored rows.
+May import torch. Invariant: every tile boundary is counted from position 0 or is one row, and no key beyond a row's own
+position touches it, so a row's bits do not depend on its neighbours. All arithmetic is fp32 over the stored rows.
 
 Formula: DeepSeek-V2 technical report, section 2.1; a query of H heads x (R + P) meets latent rows as one key head, and
 the value is the row's first R numbers. LSE is natural-log based; a row without keys has output 0 and LSE -inf.
@@ -26,7 +26,7 @@ def read_rows(cache: LatentCache, pages: Tensor, positions: Tensor) -> Tensor:
     # Four bytes at a time: indexing moves single elements, and every row is a whole number of words.
     words_NBX = cache.rows_NBX.view(torch.int32)
     rows = words_NBX[pages[flat // page_size], flat % page_size].view(torch.uint8)
-    decoded = decode_latent(rows, cache.format, cache.rank, cache.rope_dim, cache.scale)
+    decoded = decode_latent(rows, cache.format, cache.rank, cache.rope_dim, cache.scale, cache.rope_scale)
     return decoded.view(*positions.shape, -1)
 
 
@@ -39,7 +39,7 @@ def gather_rows(cache: LatentCache, request: RequestRows, out_LX: Tensor) -> Non
         rows = cache.rows_NBX[pages[first : first + pages_a_time]].flatten(0, 1)
         position = first * page_size
         count = min(rows.shape[0], request.seq_len - position)
-        decoded = decode_latent(rows[:count], cache.format, cache.rank, cache.rope_dim, cache.scale)
+        decoded = decode_latent(rows[:count], cache.format, cache.rank, cache.rope_dim, cache.scale, cache.rope_scale)
         out_LX[position : position + count] = decoded
 
 
@@ -75,7 +75,10 @@ def sparse_mla(
             # Padding may point at a row that was never written: 0 x NaN would reach the output.
             keys_TKX.masked_fill_(empty_TK[..., None], 0.0)
             scores_THK.masked_fill_(empty_TK[:, None], float("-inf"))
-        out[span] = torch.bmm(scores_THK.softmax(-1), keys_TKX[..., : cache.rank])
+        weights_THK = scores_THK.softmax(-1)
+        # A softmax over no keys is NaN.
+        weights_THK[empty_TK.all(-1)] = 0.0
+        out[span] = torch.bmm(weights_THK, keys_TKX[..., : cache.rank])
     return out
 
 
@@ -91,10 +94,13 @@ def dense_mla(
     lse = torch.full((num_rows, heads), float("-inf"), dtype=torch.float32)
     step = max(1, ATTENTION_TILE_BYTES // (heads * CONTEXT_TILE * 4))
     for tile in range(0, first_position + num_rows, CONTEXT_TILE):
-        positions_L = torch.arange(tile, min(tile + CONTEXT_TILE, first_position + num_rows))
-        keys_LX = read_rows(cache, request.pages, positions_L)
+        last = min(tile + CONTEXT_TILE, first_position + num_rows)
+        keys_LX = read_rows(cache, request.pages, torch.arange(tile, last))
         if keys_LX.shape[0] < CONTEXT_TILE:
             keys_LX = torch.cat([keys_LX, keys_LX.new_zeros(CONTEXT_TILE - keys_LX.shape[0], keys_LX.shape[1])])
+        finite_LX, broken_from_X = keys_LX, None
+        if last > first_position + 1:  # else every row sees every key of the tile
+            finite_LX, broken_from_X = _set_broken_aside(keys_LX, tile)
         for first in range(max(0, tile - first_position), num_rows, step):
             span = slice(first, min(first + step, num_rows))
             rows = torch.arange(first_position + span.start, first_position + span.stop)
@@ -103,9 +109,25 @@ def dense_mla(
             scores[: rows.numel()].masked_fill_(hidden_TL[:, None], float("-inf"))
             tile_lse = scores.logsumexp(-1)
             weights = scores.sub_(tile_lse[..., None]).exp_()
-            values = torch.matmul(weights, keys_LX[:, : cache.rank])[: rows.numel()]
+            values = torch.matmul(weights, finite_LX[:, : cache.rank])[: rows.numel()]
+            if broken_from_X is not None:
+                # Keys that are NaN or inf get the weight 0 or NaN: for a row that sees one, the product is NaN.
+                values.masked_fill_((broken_from_X[: cache.rank] <= rows[:, None])[:, None], float("nan"))
             merge(out[span], lse[span], values, tile_lse[: rows.numel()])
     return out, lse
+
+
+def _set_broken_aside(keys_LX: Tensor, first_position: int) -> tuple[Tensor, Tensor | None]:
+    """Keys whose NaN and inf are 0, and int64 [R + P]: the first position of each column's; None where all are finite.
+
+    A hidden key has the weight 0, but 0 x NaN would reach rows before it.
+    """
+    broken_LX = ~keys_LX.isfinite()
+    if not broken_LX.any():
+        return keys_LX, None
+    positions_L = torch.arange(first_position, first_position + keys_LX.shape[0])
+    broken_from_X = torch.where(broken_LX, positions_L[:, None], torch.iinfo(torch.int64).max).amin(0)
+    return keys_LX.masked_fill(broken_LX, 0.0), broken_from_X
 
 
 def merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:

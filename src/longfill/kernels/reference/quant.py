@@ -10,9 +10,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from longfill.units import SCALE_GROUP
+
 E4M3_MAX = 448.0
-SCALE_GROUP = 128
-"""Latent values under one scale of an fp8_ds_mla row."""
 
 
 def pow2_scale(amax: Tensor, floor: float) -> Tensor:
@@ -45,13 +45,14 @@ def quantise_index_queries(q_TID: Tensor, w_TI: Tensor) -> tuple[Tensor, Tensor]
     return to_e4m3(q_TID.float() / scale_TI[..., None]).float(), w_TI * scale_TI
 
 
-def encode_latent(latent_TR: Tensor, rope_TP: Tensor, cache_format: str, scale: float) -> Tensor:
-    """Rows of the latent cache as uint8 [T, X]; `scale` is the latent part's static scale (format fp8 only)."""
+def encode_latent(latent_TR: Tensor, rope_TP: Tensor, cache_format: str, scale: float, rope_scale: float) -> Tensor:
+    """Rows of the latent cache as uint8 [T, X]; the scales are the static ones of both parts (format fp8 only)."""
     if cache_format in ("float32", "bfloat16"):
         dtype = torch.float32 if cache_format == "float32" else torch.bfloat16
         return torch.cat([latent_TR, rope_TP], -1).to(dtype).view(torch.uint8)
     if cache_format == "fp8":
-        return torch.cat([to_e4m3(latent_TR.float() / scale), to_e4m3(rope_TP.float())], -1).view(torch.uint8)
+        parts = [to_e4m3(latent_TR.float() / scale), to_e4m3(rope_TP.float() / rope_scale)]
+        return torch.cat(parts, -1).view(torch.uint8)
     if cache_format != "fp8_ds_mla":
         raise ValueError(f"unknown latent cache format {cache_format!r}")
     groups = torch.split(latent_TR.float(), SCALE_GROUP, -1)
@@ -62,7 +63,9 @@ def encode_latent(latent_TR: Tensor, rope_TP: Tensor, cache_format: str, scale: 
     return torch.cat([*values, scale_bytes, rope_bytes], -1)
 
 
-def decode_latent(rows_TX: Tensor, cache_format: str, rank: int, rope_dim: int, scale: float) -> Tensor:
+def decode_latent(
+    rows_TX: Tensor, cache_format: str, rank: int, rope_dim: int, scale: float, rope_scale: float
+) -> Tensor:
     """fp32 [T, R + P] from contiguous cache rows; the inverse of `encode_latent` up to the format's rounding."""
     if cache_format == "float32":
         return rows_TX.view(torch.float32)
@@ -71,7 +74,7 @@ def decode_latent(rows_TX: Tensor, cache_format: str, rank: int, rope_dim: int, 
     values_TR = rows_TX[:, :rank].view(torch.float8_e4m3fn).float()
     if cache_format == "fp8":
         rope_TP = rows_TX[:, rank : rank + rope_dim].view(torch.float8_e4m3fn).float()
-        return torch.cat([values_TR * scale, rope_TP], -1)
+        return torch.cat([values_TR * scale, rope_TP * rope_scale], -1)
     if cache_format != "fp8_ds_mla":
         raise ValueError(f"unknown latent cache format {cache_format!r}")
     groups = -(-rank // SCALE_GROUP)

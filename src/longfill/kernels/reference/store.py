@@ -46,7 +46,7 @@ def store_latent(
     latent_TR = rms_norm(latent_TR, norm_R, eps)
     rope_TP = rotate(rope_TP, cos_TF, sin_TF, interleaved)
     page_size = cache.rows_NBX.shape[1]
-    rows = encode_latent(latent_TR, rope_TP, cache.format, cache.scale)
+    rows = encode_latent(latent_TR, rope_TP, cache.format, cache.scale, cache.rope_scale)
     cache.rows_NBX[slots_T // page_size, slots_T % page_size] = rows
 
 

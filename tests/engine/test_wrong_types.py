@@ -1,0 +1,71 @@
+"""What `LLM` and `SamplingParams` are given by mistake is refused in one sentence, and the engine goes on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.oracle.harness import engine
+from tests.tiny import make_checkpoint
+
+from longfill import LLM, SamplingParams
+from longfill.errors import LongfillError, RequestError
+
+GREEDY = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
+    path = tmp_path_factory.mktemp("model")
+    make_checkpoint(path, "glm_moe_dsa")
+    return engine(path)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("max_tokens", 1.5), ("max_tokens", True), ("max_tokens", 0), ("max_tokens", "2"),
+        ("logprobs", 1.5), ("logprobs", True), ("logprobs", -1),
+        ("temperature", "a"), ("temperature", None), ("temperature", True), ("temperature", float("nan")),
+        ("top_p", "x"), ("top_p", 0), ("top_k", 1.5), ("top_k", -2), ("min_p", None), ("seed", 1.5), ("seed", 2**64),
+        ("stop", 3), ("stop", ["a", 3]), ("stop", [""]), ("stop_token_ids", "abc"), ("stop_token_ids", [-1]),
+    ],
+)  # fmt: skip
+def test_a_sampling_parameter_of_the_wrong_kind_is_named(field: str, value: Any) -> None:
+    with pytest.raises(RequestError, match=field):
+        SamplingParams(**{field: value})
+
+
+@pytest.mark.parametrize(
+    "prompts",
+    [
+        None, 5, b"abc", {1, 2}, ["a", None], [[2**70]], [["a", "b"]], [[1.5, 2]], [1.5, 2.0], [True, False], [[[1]]],
+        np.array([1.0, 2.0]), np.array([[1, 2], [3, 4]]), {"prompt": 3}, {"prompt_token_ids": 3}, {},
+        {"prompt_token_ids": [1], "cache_salt": 3}, {"prompt_token_ids": [1], "n": 2}, [], [[]],
+    ],
+    ids=repr,
+)  # fmt: skip
+def test_a_prompt_of_the_wrong_kind_is_refused_and_leaves_nothing_behind(llm: LLM, prompts: Any) -> None:
+    if isinstance(prompts, list) and not prompts:
+        assert llm.generate(prompts, GREEDY) == []
+        return
+    with pytest.raises(LongfillError):
+        llm.generate(prompts, GREEDY)
+    assert not llm.engine.has_unfinished_requests
+    assert llm.engine.cache.num_free_pages == llm.engine.cache.num_usable_pages
+
+
+@pytest.mark.parametrize("params", ["x", 3, {"max_tokens": 2}, [GREEDY, None]])
+def test_sampling_params_of_the_wrong_kind_are_refused(llm: LLM, params: Any) -> None:
+    with pytest.raises((LongfillError, TypeError)):
+        llm.generate([[5, 6], [7]], params)
+    assert not llm.engine.has_unfinished_requests
+
+
+def test_integer_arrays_and_tensors_are_prompts(llm: LLM) -> None:
+    [want] = llm.generate([5, 6, 7], GREEDY)
+    for prompt in (np.array([5, 6, 7], dtype=np.int32), np.array([5, 6, 7], dtype=np.uint8), torch.tensor([5, 6, 7])):
+        [got] = llm.generate(prompt, GREEDY)
+        assert got.outputs[0].token_ids == want.outputs[0].token_ids

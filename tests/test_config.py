@@ -1,0 +1,144 @@
+"""Engine arguments are refused for what they are, and the machine's limits are read where this process's cgroup is."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from longfill.config import EngineArgs, cgroup_cpu_count, cgroup_memory_limit, choices_of
+from longfill.errors import ConfigError
+
+MACHINE = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+MIB = 2**20
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ({"memory_budget": 2**31}, r"--memory-budget: expected text, got 2147483648; .* as \"2GiB\""),
+        ({"max_num_batched_tokens": None}, "--max-num-batched-tokens: expected an integer, got None"),
+        ({"max_num_batched_tokens": 4096.0}, "--max-num-batched-tokens: expected an integer, got 4096.0"),
+        ({"max_model_len": "4096"}, "--max-model-len: expected an integer, got '4096'"),
+        ({"block_size": True}, "--block-size: expected an integer, got True"),
+        ({"enable_prefix_caching": "no"}, "--enable-prefix-caching: expected True or False, got 'no'"),
+        ({"digest": 1}, "--digest: expected True or False, got 1"),
+        ({"enable_prefix_caching": None}, "--enable-prefix-caching: expected True or False, got None"),
+        ({"model": None}, "--model: expected text, got None"),
+        ({"tokenizer": 3}, "--tokenizer: expected text, got 3"),
+        ({"hf_overrides": '{"index_topk": 8}'}, "--hf-overrides: expected a mapping"),
+        ({"dtype": "int8"}, "--dtype: 'int8' is not one of auto, float32, bfloat16, float16"),
+        ({"dtype": None}, "--dtype: None is not one of auto"),
+        ({"kv_cache_dtype": ["fp8"]}, "--kv-cache-dtype: .* is not one of auto"),
+        ({"max_num_batched_tokens": 0}, "--max-num-batched-tokens: 0 is out of range"),
+    ],
+)
+def test_a_knob_of_another_type_is_refused_by_its_flag(args: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        EngineArgs(**args)
+
+
+def test_optional_knobs_take_none_and_mappings_are_read_only() -> None:
+    EngineArgs(tokenizer=None, max_model_len=None, memory_budget=None, hf_overrides={"index_topk": 8}, num_threads=None)
+
+
+def test_choices_are_those_of_the_annotation() -> None:
+    assert choices_of("attention_path") == ("auto", "paged", "workspace")
+    assert choices_of("model") == choices_of("block_size") == choices_of("digest") == ()
+    for knob in ("dtype", "kv_cache_dtype", "indexer_cache_dtype", "kernel_backend"):
+        assert choices_of(knob)[0] == "auto"
+
+
+class Cgroups:
+    """A fake mount of cgroups and the list of those that the process is in."""
+
+    def __init__(self, folder: Path, *memberships: str) -> None:
+        self.root = folder / "cgroup"
+        self.membership = folder / "membership"
+        self.membership.write_text("".join(line + "\n" for line in memberships))
+
+    def put(self, path: str, text: str) -> None:
+        (self.root / path).parent.mkdir(parents=True, exist_ok=True)
+        (self.root / path).write_text(text + "\n")
+
+    @property
+    def memory(self) -> int:
+        return cgroup_memory_limit(self.root, self.membership)
+
+    @property
+    def cpus(self) -> int:
+        return cgroup_cpu_count(self.root, self.membership)
+
+
+@pytest.fixture(autouse=True)
+def _eight_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+
+
+LIMITS = [
+    pytest.param("0::/a/b", "", "memory.max", "cpu.max", id="v2"),
+    pytest.param("0::/a/b", "unified/", "memory.max", "cpu.max", id="v2 beside v1"),
+    pytest.param("7:memory:/a/b\n5:cpu,cpuacct:/a/b", "{}/", "memory.limit_in_bytes", "cpu.cfs", id="v1"),
+]
+
+
+def quota(cgroups: Cgroups, folder: str, name: str, cores: float) -> None:
+    if name == "cpu.max":
+        cgroups.put(f"{folder}{name}", f"{int(cores * 100_000)} 100000")
+    else:
+        cgroups.put(f"{folder}cpu.cfs_quota_us", str(int(cores * 100_000)))
+        cgroups.put(f"{folder}cpu.cfs_period_us", "100000")
+
+
+@pytest.mark.parametrize(("membership", "mount", "memory", "cpu"), LIMITS)
+def test_the_tightest_limit_between_the_own_cgroup_and_the_root_holds(
+    tmp_path: Path, membership: str, mount: str, memory: str, cpu: str
+) -> None:
+    for level in ("", "a/", "a/b/"):
+        folder = tmp_path / f"at {level.replace('/', '-')}"
+        folder.mkdir()
+        cgroups = Cgroups(folder, membership)
+        for other in ("", "a/", "a/b/", "a/b/c/", "z/"):
+            own = other == level
+            inside = other in ("", "a/", "a/b/")
+            cgroups.put(mount.format("memory") + other + memory, str((64 if own else 128 if inside else 1) * MIB))
+            quota(cgroups, mount.format("cpu") + other, cpu, 2.9 if own else 5 if inside else 1)
+        assert cgroups.memory == 64 * MIB
+        assert cgroups.cpus == 2
+
+
+def test_the_controllers_mount_may_have_both_their_names(tmp_path: Path) -> None:
+    cgroups = Cgroups(tmp_path, "5:cpu,cpuacct:/a", "0::/")
+    quota(cgroups, "cpu,cpuacct/a/", "cpu.cfs", 3)
+    assert cgroups.cpus == 3
+
+
+@pytest.mark.parametrize("membership", ["0::/docker/host-path", "0::/../other", "", "nonsense"])
+def test_a_path_that_is_not_mounted_leaves_the_roots_limit(tmp_path: Path, membership: str) -> None:
+    cgroups = Cgroups(tmp_path, membership)
+    cgroups.put("memory.max", str(64 * MIB))
+    cgroups.put("cpu.max", "150000 100000")
+    cgroups.put("../other/memory.max", "1")
+    assert cgroups.memory == 64 * MIB
+    assert cgroups.cpus == 1
+
+
+def test_no_limit_is_the_machine(tmp_path: Path) -> None:
+    assert Cgroups(tmp_path).memory == MACHINE
+    assert Cgroups(tmp_path).cpus == 8
+    cgroups = Cgroups(tmp_path, "0::/a", "4:memory:/a", "3:cpu:/a")
+    cgroups.put("a/memory.max", "max")
+    cgroups.put("a/cpu.max", "max 100000")
+    cgroups.put("memory/a/memory.limit_in_bytes", str(2**63 - 4096))
+    cgroups.put("cpu/a/cpu.cfs_quota_us", "-1")
+    cgroups.put("cpu/a/cpu.cfs_period_us", "100000")
+    assert cgroups.memory == MACHINE
+    assert cgroups.cpus == 8
+
+
+def test_less_than_a_core_is_one(tmp_path: Path) -> None:
+    cgroups = Cgroups(tmp_path, "0::/")
+    cgroups.put("cpu.max", "50000 100000")
+    assert cgroups.cpus == 1
