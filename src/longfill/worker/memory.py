@@ -171,7 +171,7 @@ def _fixed_rows(
     sampled = max(args.max_num_seqs, MIN_ROWS)
     tile_bytes = attention_tile_bytes(sizes.topk, config.kv_lora_rank + config.qk_rope_head_dim)
     rows = [
-        MemoryRow("process", process_bytes, "Python, torch and libraries, measured before the model is loaded"),
+        MemoryRow("process", process_bytes, "Python, torch and libraries, with room to grow"),
         MemoryRow("weights", weight_bytes, "memory-mapped where the dtype is the checkpoint's"),
         MemoryRow("prompt ids", 32 * max_model_len, "text, token ids and page tables of one longest request"),
         MemoryRow("activations", tokens * _activation_bytes(config), f"{tokens:,} rows of one step"),
