@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from longfill.config import EngineArgs
+from longfill.engine.stats import EngineStats, StepStats
 from longfill.request import CompletionOutput, Logprob, RequestMetrics, RequestOutput, SamplingParams
 
 MODEL_LIMIT = 20_000
@@ -32,26 +33,13 @@ class FakePlan:
     max_model_len: int = 4_096
 
 
-@dataclass
-class FakeStats:
-    """Both a step's record and the running totals: only the fields that the commands read."""
-
-    step: int = 1
-    steps: int = 2
-    tokens: int = 10
-    num_tokens: int = 10
-    num_running: int = 1
-    num_waiting: int = 0
-    pages_used: int = 3
-    pages_total: int = 9
-    indexer_chunks: int = 4
-    scored_pairs: int = 55
-    gathered_rows: int = 6
-    preemptions: int = 0
-    seconds: dict[str, float] = field(default_factory=dict)
-    progress: dict[str, tuple[int, int]] = field(default_factory=lambda: {"0": (10, 10)})
-    preempted: tuple[str, ...] = ()
-    rss_bytes: int = 500_000
+def step_stats(**changes: Any) -> StepStats:
+    """A plausible step, with the fields that a test cares about replaced."""
+    step = StepStats(
+        step=1, num_tokens=10, num_running=1, num_waiting=0, pages_used=3, pages_total=9, indexer_chunks=4,
+        scored_pairs=55, gathered_rows=6, seconds={}, progress={"0": (10, 10)}, preempted=(), rss_bytes=500_000,
+    )  # fmt: skip
+    return replace(step, **changes)
 
 
 class FakeTokenizer:
@@ -95,7 +83,7 @@ class FakeLLM:
         self.kernel_paths = {"index_topk": "reference"}
         self.model_config = FakeConfig()
         self.tokenizer = None if args.skip_tokenizer_init else FakeTokenizer()
-        self.stats = FakeStats()
+        self.stats = EngineStats(steps=2, tokens=10, indexer_chunks=4, scored_pairs=55, gathered_rows=6)
         self.asked: list[Any] = []
         self.params: SamplingParams | None = None
 
@@ -105,7 +93,7 @@ class FakeLLM:
         self.asked += prompts
         self.params = params
         if on_step is not None:
-            on_step(FakeStats())
+            on_step(step_stats())
         return [self._output(number, prompt) for number, prompt in enumerate(prompts)]
 
     def _output(self, number: int, prompt: Any) -> RequestOutput:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import io
 
 import pytest
-from fake_engine import FakeStats
+from fake_engine import step_stats
 from rich.console import Console
 
 from longfill.cli.console import duration, size
 from longfill.cli.eta import TimeLeft, causal_pairs
 from longfill.cli.progress import ProgressView
+from longfill.engine.stats import StepStats
 
 
 class Clock:
@@ -27,8 +28,8 @@ def make_view(*, terminal: bool) -> tuple[ProgressView, io.StringIO, Clock]:
     return ProgressView(console, memory_budget=2**30, clock=clock), out, clock
 
 
-def step(computed: int, tokens: int, total: int = 10_000, **changes: object) -> FakeStats:
-    return FakeStats(num_tokens=tokens, progress={"0": (computed, total)}, pages_used=12, pages_total=345, **changes)
+def step(computed: int, tokens: int, total: int = 10_000, **changes: object) -> StepStats:
+    return step_stats(num_tokens=tokens, progress={"0": (computed, total)}, pages_used=12, pages_total=345, **changes)
 
 
 def test_without_a_terminal_plain_lines_come_every_few_seconds_and_at_the_end():
@@ -59,7 +60,7 @@ def test_a_terminal_shows_a_bar_for_each_prompt():
     view, out, clock = make_view(terminal=True)
     with view:
         clock.now += 1.0
-        view.on_step(FakeStats(num_tokens=900, progress={"0": (600, 1000), "1": (300, 1000)}, num_waiting=4))
+        view.on_step(step_stats(num_tokens=900, progress={"0": (600, 1000), "1": (300, 1000)}, num_waiting=4))
     text = out.getvalue()
     for part in (
         "prompt 0",
@@ -78,7 +79,7 @@ def test_a_prompt_that_ended_and_left_the_ledger_is_whole():
     with view:
         for computed, total in ((500, 1000), (1000, 0)):
             clock.now += 1.0
-            view.on_step(FakeStats(num_tokens=500, progress={"0": (computed, total)}))
+            view.on_step(step_stats(num_tokens=500, progress={"0": (computed, total)}))
     assert "1,000 / 1,000 tokens" in out.getvalue()
 
 
@@ -86,7 +87,7 @@ def test_many_prompts_are_counted_not_drawn():
     view, out, clock = make_view(terminal=True)
     with view:
         clock.now += 1.0
-        view.on_step(FakeStats(num_tokens=20, progress={str(n): (1, 100) for n in range(20)}))
+        view.on_step(step_stats(num_tokens=20, progress={str(n): (1, 100) for n in range(20)}))
     assert "and 12 more prompts" in out.getvalue()
 
 
