@@ -4,48 +4,18 @@
 #include "index_topk.h"
 
 #include <algorithm>
-#include <atomic>
 #include <cstring>
 #include <limits>
-#include <memory>
-#include <new>
-#include <system_error>
-#include <thread>
 
+#include "memory.h"
+#include "threads.h"
 #include "tiling.h"
 
 namespace longfill {
 namespace {
 
-constexpr std::size_t kAlign = 64;
 constexpr std::int64_t kCacheLine = 64;
 constexpr float kNoScore = -std::numeric_limits<float>::infinity();
-
-struct AlignedDelete {
-  void operator()(char* p) const { ::operator delete[](p, std::align_val_t{kAlign}); }
-};
-using Bytes = std::unique_ptr<char[], AlignedDelete>;
-
-Bytes allocate(std::size_t bytes) {
-  return Bytes(static_cast<char*>(::operator new[](std::max(bytes, kAlign), std::align_val_t{kAlign})));
-}
-
-// Carves arrays out of one allocation, or only counts where `base` is null.
-class Carver {
- public:
-  explicit Carver(char* base) : base_(base) {}
-  template <class T>
-  T* take(std::int64_t count) {
-    const std::size_t at = used_;
-    used_ += (static_cast<std::size_t>(count) * sizeof(T) + kAlign - 1) / kAlign * kAlign;
-    return base_ == nullptr ? nullptr : reinterpret_cast<T*>(base_ + at);
-  }
-  std::size_t used() const { return used_; }
-
- private:
-  char* base_;
-  std::size_t used_ = 0;
-};
 
 // What one thread works in.
 struct Scratch {
@@ -248,18 +218,6 @@ class Kernel {
   const Partials& partials_;
 };
 
-// Calls work(0), work(1)... on a thread each. Where the system grants fewer threads, the ones there are must suffice.
-template <class Work>
-void on_threads(int num_threads, const Work& work) {
-  std::vector<std::thread> others;
-  try {
-    for (int t = 1; t < num_threads; ++t) others.emplace_back(work, t);
-  } catch (const std::system_error&) {
-  }
-  work(0);
-  for (std::thread& other : others) other.join();
-}
-
 // Everything that a call allocates.
 struct Memory {
   std::vector<Scratch> threads;
@@ -292,22 +250,12 @@ void index_topk(const Isa& isa, const IndexInputs& in, const std::vector<ScoredR
   Memory memory(carver, isa, tiling, shape, plan.num_threads, parts, plan.partial_rows);
 
   const Kernel kernel(isa, tiling, in, out, memory.partials);
-  std::atomic<std::size_t> next_piece{0};
-  on_threads(plan.num_threads, [&](int thread) {
-    for (std::size_t i = next_piece++; i < plan.pieces.size(); i = next_piece++)
-      kernel.run(plan.pieces[i], memory.threads[thread]);
-  });
-  if (plan.merges.empty()) return;
-  std::atomic<std::int64_t> next_row{0};
-  on_threads(plan.num_threads, [&](int thread) {
-    std::int64_t mine = next_row++;
-    std::int64_t first = 0;
-    for (const std::vector<Piece>& block : plan.merges) {
-      const std::int64_t count = block.front().rows.num_rows;
-      for (; mine < first + count; mine = next_row++) kernel.merge(block, mine - first, memory.merging[thread]);
-      first += count;
-    }
-  });
+  for_tasks(plan.num_threads, static_cast<std::int64_t>(plan.pieces.size()),
+            [&](std::int64_t i, int thread) { kernel.run(plan.pieces[i], memory.threads[thread]); });
+  for (const std::vector<Piece>& block : plan.merges) {
+    for_tasks(plan.num_threads, block.front().rows.num_rows,
+              [&](std::int64_t row, int thread) { kernel.merge(block, row, memory.merging[thread]); });
+  }
 }
 
 std::int64_t index_topk_scratch_bytes(const Isa& isa, const IndexShape& shape, int num_threads) {

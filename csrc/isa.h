@@ -51,6 +51,20 @@ struct CollectArgs {
   const float* thresholds;
 };
 
+// c[row][0, vectors * lanes) = or += sum over steps of a[row][step] * b[step]. A step is one value of float32, or a pair
+// of bf16 values.
+struct TileArgs {
+  const char* a;           // rows of values, `a_stride` bytes apart
+  std::int64_t a_stride;
+  const char* b;           // packed: a step after the other, each `vectors` vectors; 64-byte aligned
+  float* c;                // rows `c_stride` floats apart
+  std::int64_t c_stride;
+  std::int64_t steps;
+  int rows;
+  int vectors;             // 1 to `tile_vectors`
+  bool accumulate;
+};
+
 struct Isa {
   const char* name;
   int lanes;           // keys in a packed block
@@ -66,6 +80,12 @@ struct Isa {
   float (*keep_best)(Candidates& row, std::int64_t k, std::int64_t most, std::int32_t* keys);
   // Run the multiply-add instruction of `score` from registers; returns the floating-point operations done.
   double (*spin)(std::int64_t iterations);
+  // Small matrix products. A packed step holds `lanes` fp32 values a vector, or as many pairs of bf16. `tile_bf16` is
+  // null where there is no such instruction: bf16 values are then widened to fp32, which is exact.
+  int tile_lanes;
+  int tile_vectors;
+  void (*tile_fp32)(const TileArgs& args);
+  void (*tile_bf16)(const TileArgs& args);
 };
 
 // Every instruction set of this build that this machine runs, best first; the portable one is always last.
@@ -77,6 +97,7 @@ extern const Isa portable_isa;
 #ifdef LONGFILL_X86
 extern const Isa avx2_isa;
 extern const Isa avx512_isa;
+void tile_fp32_avx512(const TileArgs& args);
 #endif
 #ifdef LONGFILL_AVX512_BF16
 extern const Isa avx512_bf16_isa;

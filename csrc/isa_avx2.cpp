@@ -3,6 +3,7 @@
 
 #include "collect.h"
 #include "score.h"
+#include "tile.h"
 #include "topk.h"
 #include "unpack.h"
 
@@ -18,6 +19,8 @@ struct Avx2 {
   static constexpr std::size_t step_bytes = 32;
   static constexpr int accumulator_rows = 4;
   static constexpr int vectors = 2;
+  static constexpr int tile_rows = 6;
+  static constexpr int tile_vectors = 2;
 
   static LONGFILL_INLINE Float zero() { return _mm256_setzero_ps(); }
   static LONGFILL_INLINE Keys load_keys(const char* p) { return _mm256_load_ps(reinterpret_cast<const float*>(p)); }
@@ -32,6 +35,8 @@ struct Avx2 {
   static LONGFILL_INLINE void store_scaled(float* out, Float total, const float* scales) {
     _mm256_store_ps(out, _mm256_mul_ps(total, _mm256_load_ps(scales)));
   }
+  static LONGFILL_INLINE Float load(const float* p) { return _mm256_loadu_ps(p); }
+  static LONGFILL_INLINE void store(float* p, Float f) { _mm256_storeu_ps(p, f); }
 };
 
 inline void append_vectors(const float* scores, std::int64_t n, std::int32_t first, float threshold, Candidates& row) {
@@ -53,6 +58,7 @@ void collect(const CollectArgs& args) { collect_rows(args, append_vectors); }
 }  // namespace
 
 const Isa avx2_isa = {"avx2",      Avx2::lanes, 4,         pack_query_fp32, unpack_block_fp32<Avx2::lanes>,
-                      score<Avx2>, collect,     keep_best<PlainSteps>, spin<Avx2>};
+                      score<Avx2>, collect,     keep_best<PlainSteps>, spin<Avx2>,
+                      Avx2::lanes,  Avx2::tile_vectors, tile<Avx2>, nullptr};
 
 }  // namespace longfill

@@ -3,6 +3,7 @@
 
 #include "avx512_topk.h"
 #include "score.h"
+#include "tile.h"
 #include "unpack.h"
 
 namespace longfill {
@@ -17,6 +18,8 @@ struct Avx512 {
   static constexpr std::size_t step_bytes = 64;
   static constexpr int accumulator_rows = 8;
   static constexpr int vectors = 2;
+  static constexpr int tile_rows = 6;
+  static constexpr int tile_vectors = 4;
 
   static LONGFILL_INLINE Float zero() { return _mm512_setzero_ps(); }
   static LONGFILL_INLINE Keys load_keys(const char* p) { return _mm512_load_ps(p); }
@@ -29,11 +32,16 @@ struct Avx512 {
   static LONGFILL_INLINE void store_scaled(float* out, Float total, const float* scales) {
     _mm512_store_ps(out, _mm512_mul_ps(total, _mm512_load_ps(scales)));
   }
+  static LONGFILL_INLINE Float load(const float* p) { return _mm512_loadu_ps(p); }
+  static LONGFILL_INLINE void store(float* p, Float f) { _mm512_storeu_ps(p, f); }
 };
 
 }  // namespace
 
+void tile_fp32_avx512(const TileArgs& args) { tile<Avx512>(args); }
+
 const Isa avx512_isa = {"avx512",      Avx512::lanes,  4,         pack_query_fp32, unpack_block_fp32<Avx512::lanes>,
-                        score<Avx512>, collect_avx512, keep_best<VectorSteps>, spin<Avx512>};
+                        score<Avx512>, collect_avx512, keep_best<VectorSteps>, spin<Avx512>,
+                        Avx512::lanes,  Avx512::tile_vectors, tile_fp32_avx512, nullptr};
 
 }  // namespace longfill

@@ -9,6 +9,7 @@
 #include "avx512_topk.h"
 #include "e4m3.h"
 #include "score.h"
+#include "tile.h"
 
 namespace longfill {
 namespace {
@@ -22,6 +23,8 @@ struct Avx512Bf16 {
   static constexpr std::size_t step_bytes = 64;
   static constexpr int accumulator_rows = 8;
   static constexpr int vectors = 2;
+  static constexpr int tile_rows = 6;
+  static constexpr int tile_vectors = 4;
 
   static LONGFILL_INLINE Float zero() { return _mm512_setzero_ps(); }
   static LONGFILL_INLINE Keys load_keys(const char* p) { return (__m512bh)_mm512_load_si512(p); }
@@ -38,6 +41,8 @@ struct Avx512Bf16 {
   static LONGFILL_INLINE void store_scaled(float* out, Float total, const float* scales) {
     _mm512_store_ps(out, _mm512_mul_ps(total, _mm512_load_ps(scales)));
   }
+  static LONGFILL_INLINE Float load(const float* p) { return _mm512_loadu_ps(p); }
+  static LONGFILL_INLINE void store(float* p, Float f) { _mm512_storeu_ps(p, f); }
 };
 
 // Round to nearest even; a NaN keeps a mantissa bit.
@@ -105,6 +110,7 @@ void unpack_block(const std::uint8_t* const* rows, int dim, char* out) {
 }  // namespace
 
 const Isa avx512_bf16_isa = {"avx512_bf16",     Avx512Bf16::lanes, 2,         pack_query,      unpack_block,
-                             score<Avx512Bf16>, collect_avx512, keep_best<VectorSteps>, spin<Avx512Bf16>};
+                             score<Avx512Bf16>, collect_avx512, keep_best<VectorSteps>, spin<Avx512Bf16>,
+                             Avx512Bf16::lanes, Avx512Bf16::tile_vectors, tile_fp32_avx512, tile<Avx512Bf16>};
 
 }  // namespace longfill

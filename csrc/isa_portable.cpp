@@ -3,6 +3,7 @@
 
 #include "collect.h"
 #include "score.h"
+#include "tile.h"
 #include "topk.h"
 #include "unpack.h"
 
@@ -18,6 +19,8 @@ struct Portable {
   static constexpr std::size_t step_bytes = 16; // of one key block for a step
   static constexpr int accumulator_rows = 4;
   static constexpr int vectors = 2;
+  static constexpr int tile_rows = 4;
+  static constexpr int tile_vectors = 2;
 
   static Float zero() { return Float{0, 0, 0, 0}; }
   static Keys load_keys(const char* p) {
@@ -39,6 +42,12 @@ struct Portable {
     s *= total;
     std::memcpy(out, &s, sizeof s);
   }
+  static Float load(const float* p) {
+    Float f;
+    std::memcpy(&f, p, sizeof f);
+    return f;
+  }
+  static void store(float* p, Float f) { std::memcpy(p, &f, sizeof f); }
 };
 
 void collect(const CollectArgs& args) { collect_rows(args, append_each); }
@@ -48,6 +57,6 @@ void collect(const CollectArgs& args) { collect_rows(args, append_each); }
 const Isa portable_isa = {"portable",      Portable::lanes, 4,
                           pack_query_fp32, unpack_block_fp32<Portable::lanes>,
                           score<Portable>, collect,         keep_best<PlainSteps>,
-                          spin<Portable>};
+                          spin<Portable>,  Portable::lanes,  Portable::tile_vectors, tile<Portable>,  nullptr};
 
 }  // namespace longfill

@@ -137,7 +137,7 @@ void score(const ScoreArgs& a) {
 // Independent chains of `dot` that never leave the registers: the ceiling that `score` is measured against.
 template <class V>
 double spin(std::int64_t iterations) {
-  constexpr int chains = V::accumulator_rows * V::vectors >= 12 ? 12 : V::accumulator_rows * V::vectors;
+  constexpr int chains = V::accumulator_rows * V::vectors;
   alignas(64) char ones[V::step_bytes];
   for (std::size_t i = 0; i < sizeof ones; ++i) ones[i] = 0x3f;
   const typename V::Keys a = V::load_keys(ones);

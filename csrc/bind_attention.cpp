@@ -1,0 +1,7 @@
+#include "bind.h"
+
+namespace longfill {
+
+void bind_attention(nanobind::module_&) {}
+
+}  // namespace longfill

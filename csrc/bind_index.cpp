@@ -1,0 +1,119 @@
+// index_topk and what the module says about the machine.
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "bind.h"
+#include "index_topk.h"
+
+namespace nb = nanobind;
+
+namespace longfill {
+namespace {
+
+using Floats2 = nb::ndarray<float, nb::ndim<2>, nb::device::cpu>;
+using ConstFloats2 = nb::ndarray<const float, nb::ndim<2>, nb::device::cpu>;
+using ConstFloats3 = nb::ndarray<const float, nb::ndim<3>, nb::device::cpu>;
+using ConstBytes3 = nb::ndarray<const std::uint8_t, nb::ndim<3>, nb::device::cpu>;
+using Ints2 = nb::ndarray<std::int32_t, nb::ndim<2>, nb::device::cpu>;
+using ConstLongs1 = nb::ndarray<const std::int64_t, nb::ndim<1>, nb::device::cpu>;
+// (first row, rows, first position, page table)
+using Rows = std::vector<std::tuple<std::int64_t, std::int64_t, std::int64_t, ConstLongs1>>;
+
+void require(bool holds, const std::string& what) {
+  if (!holds) throw std::invalid_argument("index_topk: " + what);
+}
+
+std::vector<ScoredRows> checked_rows(const Rows& rows, const ConstBytes3& values, std::int64_t num_rows) {
+  const auto num_pages = static_cast<std::int64_t>(values.shape(0));
+  const auto page_size = static_cast<std::int64_t>(values.shape(1));
+  std::vector<ScoredRows> checked;
+  for (const auto& [first_row, count, first_position, pages] : rows) {
+    require(first_row >= 0 && count >= 0 && first_row + count <= num_rows, "rows outside the step");
+    require(first_position >= 0 && first_position + count <= INT32_MAX, "a position does not fit 32 bits");
+    require(pages.stride(0) == 1 || pages.shape(0) <= 1, "page tables must be contiguous");
+    const std::int64_t needed = (first_position + count + page_size - 1) / page_size;
+    require(static_cast<std::int64_t>(pages.shape(0)) >= needed, "a page table is shorter than its context");
+    for (std::int64_t i = 0; i < needed; ++i)
+      require(pages.data()[i] >= 0 && pages.data()[i] < num_pages, "a page table names a page outside the pool");
+    if (count > 0) checked.push_back({first_row, count, first_position, pages.data()});
+  }
+  return checked;
+}
+
+void index_topk_py(const std::string& isa_name, const ConstFloats3& queries, const ConstFloats2& weights,
+                   const ConstBytes3& values, const ConstFloats2& scales, const Rows& rows, const Ints2& selection,
+                   const std::optional<Floats2>& scores, int num_threads) {
+  const Isa& isa = isa_named(isa_name);
+  const auto num_rows = static_cast<std::int64_t>(queries.shape(0));
+  const auto heads = static_cast<std::int64_t>(queries.shape(1));
+  const auto dim = static_cast<std::int64_t>(queries.shape(2));
+  const auto k = static_cast<std::int64_t>(selection.shape(1));
+  require(heads >= 1 && heads <= 1024, "heads must be 1 to 1024");
+  require(dim >= 16 && dim % 16 == 0 && dim <= 4096, "dim must be a multiple of 16, at most 4096");
+  require(k >= 1, "k must be at least 1");
+  require(num_threads >= 1, "num_threads must be at least 1");
+  require(queries.stride(2) == 1 && queries.stride(1) == dim, "a row of queries must be contiguous");
+  require(static_cast<std::int64_t>(weights.shape(0)) == num_rows &&
+              static_cast<std::int64_t>(weights.shape(1)) == heads && weights.stride(1) == 1,
+          "weights must be [rows, heads] with contiguous rows");
+  require(static_cast<std::int64_t>(values.shape(2)) == dim && values.stride(2) == 1 && values.shape(1) >= 1,
+          "keys must be [pages, page size, dim] with contiguous keys");
+  require(scales.shape(0) == values.shape(0) && scales.shape(1) == values.shape(1), "a key needs one scale");
+  require(static_cast<std::int64_t>(selection.shape(0)) == num_rows && selection.stride(1) == 1,
+          "the selection must be [rows, k] with contiguous rows");
+  Selection out{selection.data(), selection.stride(0), nullptr, 0, k};
+  if (scores.has_value()) {
+    require(static_cast<std::int64_t>(scores->shape(0)) == num_rows &&
+                static_cast<std::int64_t>(scores->shape(1)) == k && scores->stride(1) == 1,
+            "scores must have the selection's shape and contiguous rows");
+    out.scores = scores->data();
+    out.score_stride = scores->stride(0);
+  }
+  const std::vector<ScoredRows> checked = checked_rows(rows, values, num_rows);
+  const PagedKeys keys{values.data(),     values.stride(0), values.stride(1), scales.data(), scales.stride(0),
+                       scales.stride(1), static_cast<std::int64_t>(values.shape(1))};
+  const IndexInputs inputs{queries.data(), queries.stride(0),        weights.data(), weights.stride(0),
+                           static_cast<int>(heads), static_cast<int>(dim), keys};
+  nb::gil_scoped_release release;
+  index_topk(isa, inputs, checked, out, num_threads);
+}
+
+std::vector<std::string> isa_names() {
+  std::vector<std::string> names;
+  for (const Isa* isa : supported_isas()) names.emplace_back(isa->name);
+  return names;
+}
+
+}  // namespace
+
+void bind_index(nb::module_& m) {
+  m.def("isa_names", &isa_names);
+  m.def("index_topk", &index_topk_py, nb::arg("isa"), nb::arg("queries").noconvert(),
+        nb::arg("weights").noconvert(), nb::arg("values").noconvert(), nb::arg("scales").noconvert(),
+        nb::arg("rows").noconvert(), nb::arg("selection").noconvert(), nb::arg("scores").noconvert().none(),
+        nb::arg("num_threads"));
+  m.def(
+      "index_topk_scratch_bytes",
+      [](const std::string& isa, int heads, int dim, std::int64_t k, int num_threads) {
+        return index_topk_scratch_bytes(isa_named(isa), {heads, dim, k}, num_threads);
+      },
+      nb::arg("isa"), nb::arg("heads"), nb::arg("dim"), nb::arg("k"), nb::arg("num_threads"));
+  m.def(
+      "spin",
+      [](const std::string& isa, std::int64_t iterations) {
+        const Isa& chosen = isa_named(isa);
+        nb::gil_scoped_release release;
+        return chosen.spin(iterations);
+      },
+      nb::arg("isa"), nb::arg("iterations"));
+}
+
+}  // namespace longfill

@@ -1,0 +1,7 @@
+#include "bind.h"
+
+namespace longfill {
+
+void bind_rows(nanobind::module_&) {}
+
+}  // namespace longfill
