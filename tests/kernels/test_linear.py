@@ -9,18 +9,18 @@ from tests.kernels.caches import random
 from tests.tiny import expand_scale, quantise
 from torch import Tensor
 
-from longfill.kernels.interface import ExpertChoice
+from longfill.kernels.interface import ExpertChoice, StoredLinear
 from longfill.kernels.reference import linear as module
-from longfill.kernels.reference.linear import dequantise, experts, linear, mlp, route
-from longfill.models.weights import LinearWeight, MlpWeights
+from longfill.kernels.reference.linear import experts, linear, mlp, route
+from longfill.models.weights import MlpWeights
 
 
-def fp8_weight(rows: int, columns: int, block: tuple[int, int], bias: bool = False) -> tuple[LinearWeight, Tensor]:
+def fp8_weight(rows: int, columns: int, block: tuple[int, int], bias: bool = False) -> tuple[StoredLinear, Tensor]:
     """A block-scaled weight and its dequantised values; blocks differ in size by powers of ten."""
     values = random(rows, columns) * 10 ** random(rows, columns, seed=1).round()
     stored, scale = quantise(values, block)
     plain = stored.float() * expand_scale(scale, values.shape, block)
-    return LinearWeight(stored, random(rows, seed=2) if bias else None, scale, block), plain
+    return StoredLinear(stored, random(rows, seed=2) if bias else None, scale, block), plain
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(1000, 300), (128, 128), (129, 127), (1, 1), (1024, 64), (1025, 64)])
@@ -29,7 +29,7 @@ def test_fp8_blocks_that_do_not_divide_the_weight(rows: int, columns: int, block
     weight, plain = fp8_weight(rows, columns, block, bias=True)
     x = random(5, columns, seed=3)
     torch.testing.assert_close(linear(x, weight), F.linear(x, plain, weight.bias), rtol=1e-4, atol=1e-3)
-    assert torch.equal(dequantise(weight, 0, rows, torch.float32), plain)
+    assert torch.equal(weight.rows(0, rows), plain)
 
 
 @pytest.mark.parametrize("slice_rows", [1, 7, 100, 127, 128, 129, 999, 1000, 1001])
@@ -43,7 +43,7 @@ def test_slices_of_a_dequantised_weight_fit_together(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("rows", [0, 1, 2, 15, 16, 17, 100])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_linear_is_the_product_in_the_inputs_dtype(rows: int, dtype: torch.dtype) -> None:
-    weight = LinearWeight(random(40, 24).to(dtype), random(40, seed=1).to(dtype))
+    weight = StoredLinear(random(40, 24).to(dtype), random(40, seed=1).to(dtype))
     x = random(rows, 24, seed=2).to(dtype)
     got = linear(x, weight)
     assert (got.dtype, got.shape) == (dtype, (rows, 40))
@@ -53,8 +53,8 @@ def test_linear_is_the_product_in_the_inputs_dtype(rows: int, dtype: torch.dtype
 
 
 def make_experts(count: int, width: int = 24, inner: int = 12) -> tuple[MlpWeights, ...]:
-    def weight(seed: int, *shape: int) -> LinearWeight:
-        return LinearWeight(random(*shape, seed=seed) * shape[-1] ** -0.5)
+    def weight(seed: int, *shape: int) -> StoredLinear:
+        return StoredLinear(random(*shape, seed=seed) * shape[-1] ** -0.5)
 
     return tuple(
         MlpWeights(weight(3 * e, inner, width), weight(3 * e + 1, inner, width), weight(3 * e + 2, width, inner))

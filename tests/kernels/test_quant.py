@@ -12,8 +12,8 @@ from tests.oracle.harness import engine, run, tokens
 from tests.tiny import make_checkpoint
 
 from longfill.errors import ModelError
-from longfill.kernels.interface import LatentCache
-from longfill.kernels.reference.linear import dequantise
+from longfill.kernels.interface import LatentCache, StoredLinear
+from longfill.kernels.reference.backend import ReferenceBackend
 from longfill.kernels.reference.quant import (
     E4M3_MAX,
     decode_latent,
@@ -95,7 +95,7 @@ def test_load_07_small_latents_beside_large_rotary_parts_survive(cache_format: s
 def test_load_07_the_static_scale_never_saturates_and_wastes_no_binade(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "glm_moe_dsa")
     config = ModelConfig.from_folder(tmp_path, None)
-    weights = load_model(tmp_path, config, torch.float32)
+    weights = load_model(tmp_path, config, torch.float32, ReferenceBackend())
     scales = latent_scales(weights, 1.0)
     assert len(scales) == config.num_layers
     for layer, (scale, _) in zip(weights.layers, scales, strict=True):
@@ -110,19 +110,18 @@ def test_load_07_the_rotary_part_never_saturates(tmp_path: Path, fp8: bool, loud
     """Behind the hidden state that a row of the projection answers to most, turned by every angle."""
     make_checkpoint(tmp_path, "glm_moe_dsa", num_hidden_layers=2, fp8=fp8)
     config = ModelConfig.from_folder(tmp_path, None)
-    weights = load_model(tmp_path, config, torch.float32)
+    weights = load_model(tmp_path, config, torch.float32, ReferenceBackend())
     rank, rope_dim = config.kv_lora_rank, config.qk_rope_head_dim
     for layer in weights.layers:
         kv_a = layer.attention.kv_a
+        assert isinstance(kv_a, StoredLinear)
         # The scale of an fp8 block, or the weights themselves; the latent part is normalised afterwards.
         (kv_a.weight if kv_a.scale is None else kv_a.scale).mul_(loud)
     scales = latent_scales(weights, 1.0)
     for layer, (_, rope_scale) in zip(weights.layers, scales, strict=True):
         projection = layer.attention.kv_a
         end = rank + rope_dim
-        rows = (
-            projection.weight[rank:] if projection.scale is None else dequantise(projection, rank, end, torch.float32)
-        )
+        rows = projection.rows(rank, end)
         worst = torch.nn.functional.normalize(rows * layer.input_norm, dim=-1) * math.sqrt(config.hidden_size)
         keys = (worst * layer.input_norm) @ rows.T
         angles = torch.linspace(0, 2 * math.pi, 33)[:, None, None].expand(-1, 1, rope_dim // 2)
@@ -137,7 +136,7 @@ def test_load_07_the_rotary_part_never_saturates(tmp_path: Path, fp8: bool, loud
 
 def test_load_07_yarns_factor_is_in_the_rotary_scale(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "deepseek_v3", num_hidden_layers=2)
-    weights = load_model(tmp_path, ModelConfig.from_folder(tmp_path, None), torch.float32)
+    weights = load_model(tmp_path, ModelConfig.from_folder(tmp_path, None), torch.float32, ReferenceBackend())
     for plain, turned in zip(latent_scales(weights, 1.0), latent_scales(weights, 2.0), strict=True):
         assert turned == (plain.latent, 2 * plain.rope)
 
@@ -149,7 +148,7 @@ def test_load_07_a_missing_or_broken_scale_is_an_error(tmp_path: Path) -> None:
             LatentCache(rows, "fp8", 32, 8, **given)  # type: ignore[call-arg, arg-type]
     make_checkpoint(tmp_path, "glm_moe_dsa", num_hidden_layers=2)
     config = ModelConfig.from_folder(tmp_path, None)
-    weights = load_model(tmp_path, config, torch.float32)
+    weights = load_model(tmp_path, config, torch.float32, ReferenceBackend())
     weights.layers[1].attention.kv_a_norm[3] = float("nan")
     with pytest.raises(ModelError, match="layer 1: kv_a_layernorm"):
         latent_scales(weights, 1.0)

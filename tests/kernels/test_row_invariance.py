@@ -16,7 +16,7 @@ from tests.kernels.caches import INDEX_DIM, RANK, ROPE, make_caches, random
 from tests.kernels.test_linear import fp8_weight, make_experts
 from torch import Tensor
 
-from longfill.kernels.interface import ExpertChoice, RequestRows, ScoredRows
+from longfill.kernels.interface import ExpertChoice, RequestRows, ScoredRows, StoredLinear
 from longfill.kernels.reference import attention, indexer, linear
 from longfill.kernels.reference.attention import dense_mla, sparse_mla
 from longfill.kernels.reference.elementwise import logaddexp, sigmoid, silu
@@ -26,9 +26,8 @@ from longfill.kernels.reference.quant import encode_latent, quantise_index_queri
 from longfill.kernels.reference.store import rotate
 from longfill.kernels.workspace import Workspace, WorkspaceSizes
 from longfill.models.config import RopeConfig
-from longfill.models.decoder import _per_head
+from longfill.kernels.reference.linear import per_head as _per_head
 from longfill.models.rope import rope_tables
-from longfill.models.weights import LinearWeight
 
 ROWS = 83
 SIZES = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 40)
@@ -51,7 +50,7 @@ def assert_rows_keep_their_bits(run: Callable[..., Tensor], *inputs: Tensor) -> 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("inputs", "outputs"), [(64, 128), (33, 47), (512, 1000), (16, 1)])
 def test_linear(dtype: torch.dtype, inputs: int, outputs: int) -> None:
-    weight = LinearWeight(random(outputs, inputs, seed=1).to(dtype), random(outputs).to(dtype))
+    weight = StoredLinear(random(outputs, inputs, seed=1).to(dtype), random(outputs).to(dtype))
     assert_rows_keep_their_bits(lambda x: linear.linear(x, weight), random(ROWS, inputs).to(dtype))
 
 

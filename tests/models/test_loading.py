@@ -13,23 +13,39 @@ from tests.tiny import FAMILIES, edit_config, edit_tensors, expand_scale, make_c
 from torch import Tensor
 
 from longfill.errors import ModelError
+from longfill.kernels.interface import Linear, StoredLinear
+from longfill.kernels.reference.backend import ReferenceBackend, StoredHeads
 from longfill.models.config import ModelConfig
 from longfill.models.loading import load_model
-from longfill.models.weights import LinearWeight, MlpWeights, ModelWeights, MoeWeights
+from longfill.models.weights import AttentionWeights, MlpWeights, ModelWeights, MoeWeights
 
 FP32 = torch.float32
 
 
 def load(folder: Path, dtype: torch.dtype = FP32, **overrides: Any) -> ModelWeights:
-    return load_model(folder, ModelConfig.from_folder(folder, overrides), dtype)
+    return load_model(folder, ModelConfig.from_folder(folder, overrides), dtype, ReferenceBackend())
 
 
-def value(weight: LinearWeight) -> Tensor:
+def value(weight: Linear) -> Tensor:
     """A linear weight's values in float32."""
+    assert isinstance(weight, StoredLinear)
     if weight.scale is None:
         return weight.weight.float()
     assert weight.block is not None
     return weight.weight.float() * expand_scale(weight.scale, weight.weight.shape, weight.block)
+
+
+def up_projections(attention: AttentionWeights) -> Tensor:
+    """kv_b's values, as transformers has them: each head's keys above its values."""
+    assert isinstance(attention.up_key, StoredHeads)
+    assert isinstance(attention.up_value, StoredHeads)
+    halves = [attention.up_key.weight_HAB, attention.up_value.weight_HAB.transpose(1, 2)]
+    return torch.cat(halves, 1).flatten(0, 1).float()
+
+
+def stored(weight: Linear) -> StoredLinear:
+    assert isinstance(weight, StoredLinear)
+    return weight
 
 
 def layer_values(weights: ModelWeights, index: int) -> dict[str, Tensor]:
@@ -41,7 +57,7 @@ def layer_values(weights: ModelWeights, index: int) -> dict[str, Tensor]:
         "post_attention_layernorm.weight": layer.post_attention_norm,
         "self_attn.kv_a_proj_with_mqa.weight": value(a.kv_a),
         "self_attn.kv_a_layernorm.weight": a.kv_a_norm,
-        "self_attn.kv_b_proj.weight": value(a.kv_b),
+        "self_attn.kv_b_proj.weight": up_projections(a),
         "self_attn.o_proj.weight": value(a.o),
     }
     if a.q_a is None:
@@ -64,7 +80,7 @@ def layer_values(weights: ModelWeights, index: int) -> dict[str, Tensor]:
     if isinstance(layer.mlp, MlpWeights):
         return found | mlp_values("mlp.", layer.mlp)
     moe = layer.mlp
-    found["mlp.gate.weight"] = moe.router
+    found["mlp.gate.weight"] = value(moe.router)
     if moe.bias is not None:
         found["mlp.gate.e_score_correction_bias"] = moe.bias
     if moe.shared is not None:
@@ -275,7 +291,7 @@ def test_dsa_10_what_must_be_float32_is_float32(stored: torch.dtype, tmp_path: P
     assert indexer is not None
     assert isinstance(moe, MoeWeights)
     assert moe.bias is not None
-    kept = [indexer.k_norm_weight, indexer.k_norm_bias, indexer.weights_proj.weight, moe.router, moe.bias]
+    kept = [indexer.k_norm_weight, indexer.k_norm_bias, indexer.weights_proj.weight, moe.router.weight, moe.bias]
     assert {tensor.dtype for tensor in kept} == {FP32}
     others = [indexer.wk.weight, layer.input_norm, layer.attention.o.weight, moe.experts[0].down.weight]
     assert {tensor.dtype for tensor in others} == {stored}
@@ -285,8 +301,8 @@ def test_dsa_10_what_must_be_float32_is_float32(stored: torch.dtype, tmp_path: P
 @pytest.mark.parametrize("wanted", [torch.bfloat16, FP32])
 def test_weights_come_in_the_wanted_dtype(stored: torch.dtype, wanted: torch.dtype, tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "deepseek_v3", dtype=stored)
-    name = "model.layers.0.self_attn.kv_b_proj.weight"
-    weight = load(tmp_path, wanted).layers[0].attention.kv_b.weight
+    name = "model.layers.0.self_attn.o_proj.weight"
+    weight = load(tmp_path, wanted).layers[0].attention.o.weight
     assert weight.dtype == wanted
     assert torch.equal(weight, load_file(tmp_path / "model.safetensors")[name].to(wanted))
 
@@ -313,21 +329,24 @@ def test_weights_in_the_stored_dtype_are_the_mapped_file(fp8: bool, tmp_path: Pa
             spans.append((low, high))
     moe = weights.layers[1].mlp
     assert isinstance(moe, MoeWeights)
-    for tensor in (weights.embed, weights.layers[0].attention.kv_b.weight, moe.experts[3].up.weight):
+    for tensor in (weights.embed, weights.layers[0].attention.o.weight, moe.experts[3].up.weight):
         assert any(low <= tensor.data_ptr() < high for low, high in spans)
     assert _private_bytes(tmp_path) == 0
 
 
 def test_num_bytes_counts_every_tensor(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "glm_moe_dsa", fp8=True, mtp=1)
-    stored = sum(tensor.nbytes for tensor in load_file(tmp_path / "model.safetensors").values())
+    tensors = load_file(tmp_path / "model.safetensors")
+    stored = sum(tensor.nbytes for name, tensor in tensors.items() if ".kv_b_proj." not in name)
+    # The up-projections are kept dequantised, in float32 here.
+    stored += sum(4 * tensor.numel() for name, tensor in tensors.items() if name.endswith(".kv_b_proj.weight"))
     assert load(tmp_path).num_bytes == stored
 
 
-def _gate(weights: ModelWeights) -> LinearWeight:
+def _gate(weights: ModelWeights) -> StoredLinear:
     mlp = weights.layers[0].mlp
     assert isinstance(mlp, MlpWeights)
-    return mlp.gate
+    return stored(mlp.gate)
 
 
 WIDE = {"hidden_size": 300, "intermediate_size": 1000, "num_hidden_layers": 1}

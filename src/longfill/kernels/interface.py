@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 
@@ -30,6 +31,10 @@ class RequestRows:
     def seq_len(self) -> int:
         """Tokens in the cache once this step's rows are stored."""
         return self.start + self.query_len
+
+    def part(self, first: int, last: int, origin: int) -> RequestRows:
+        """Its rows [first, last), counted from its own first one, in a step that begins at row `origin` of this one."""
+        return RequestRows(self.first_row + first - origin, last - first, self.start + first, self.pages)
 
 
 @dataclass(frozen=True)
@@ -78,20 +83,64 @@ class ScoredRows:
 
 
 class Linear(Protocol):
-    """A stored weight [O, C], as `models.weights` holds it. `scale` and `block` are set for fp8 block-scaled ones."""
+    """A weight [O, C] with its bias, in the form that a backend multiplies with."""
 
     @property
-    def weight(self) -> Tensor: ...
+    def out_size(self) -> int: ...
+    @property
+    def in_size(self) -> int: ...
     @property
     def bias(self) -> Tensor | None: ...
+
+    def rows(self, first: int, last: int) -> Tensor:
+        """fp32 [last - first, C]: output rows as they count, scales applied."""
+        ...
+
+
+@dataclass(frozen=True)
+class StoredLinear:
+    """A weight as a checkpoint has it: y = x @ weight.T + bias.
+
+    fp8: `weight` is e4m3 as stored, and the value of element (i, j) is weight[i, j] * scale[i // block[0],
+    j // block[1]], with float32 scales.
+    """
+
+    weight: Tensor  # [O, C]
+    bias: Tensor | None = None  # [O]
+    scale: Tensor | None = None  # float32 [ceil(O / block[0]), ceil(C / block[1])]
+    block: tuple[int, int] | None = None
+
     @property
-    def scale(self) -> Tensor | None: ...
+    def out_size(self) -> int:
+        return self.weight.shape[0]
+
     @property
-    def block(self) -> tuple[int, int] | None: ...
+    def in_size(self) -> int:
+        return self.weight.shape[1]
+
+    def rows(self, first: int, last: int) -> Tensor:
+        """fp32 [last - first, C]: output rows as they count, scales applied."""
+        values = self.weight[first:last].float()
+        if self.scale is None or self.block is None:
+            return values
+        rows = torch.arange(first, last) // self.block[0]
+        columns = torch.arange(self.in_size) // self.block[1]
+        return values.mul_(self.scale[rows][:, columns])
+
+
+class Heads(Protocol):
+    """One matrix [A, B] a head, in the form that a backend multiplies with."""
+
+    @property
+    def num_heads(self) -> int: ...
+    @property
+    def in_size(self) -> int: ...
+    @property
+    def out_size(self) -> int: ...
 
 
 class Mlp(Protocol):
-    """Weights of one SwiGLU block."""
+    """Weights of one SwiGLU block: down(silu(gate x) * up x)."""
 
     @property
     def gate(self) -> Linear: ...
@@ -139,6 +188,52 @@ class StepRows:
     workspace_chunks: tuple[tuple[int, ...], ...]
     """Requests (indices into `requests`) whose contexts are gathered together; the workspace path only."""
     sample_rows_S: Tensor
+
+    @property
+    def num_rows(self) -> int:
+        return self.token_ids_T.shape[0]
+
+    def blocks(self, block_rows: int) -> list[tuple[slice, StepRows]]:
+        """The step in pieces of at most `block_rows` rows, each with its place in this one.
+
+        Of a piece only `requests`, `dense_rows`, `index_chunks` and `workspace_chunks` are meant for use.
+        """
+        if self.num_rows <= block_rows:
+            return [(slice(0, self.num_rows), self)]
+        spans = [slice(i, min(i + block_rows, self.num_rows)) for i in range(0, self.num_rows, block_rows)]
+        return [(span, self._block(span)) for span in spans]
+
+    def _block(self, span: slice) -> StepRows:
+        requests: list[RequestRows] = []
+        dense_rows: list[int] = []
+        scored: list[int] = []
+        for request, dense in zip(self.requests, self.dense_rows, strict=True):
+            first = max(span.start - request.first_row, 0)
+            last = min(span.stop - request.first_row, request.query_len)
+            if first >= last:
+                continue
+            if last > dense:
+                scored.append(len(requests))
+            requests.append(request.part(first, last, span.start))
+            dense_rows.append(min(max(dense - first, 0), last - first))
+        chunks = [[part for rows in chunk for part in _scored_part(rows, span)] for chunk in self.index_chunks]
+        return StepRows(
+            token_ids_T=self.token_ids_T[span],
+            positions_T=self.positions_T[span],
+            slots_T=self.slots_T[span],
+            requests=tuple(requests),
+            dense_rows=tuple(dense_rows),
+            index_chunks=[chunk for chunk in chunks if chunk],
+            workspace_chunks=tuple((i,) for i in scored),
+            sample_rows_S=self.sample_rows_S[:0],
+        )
+
+
+def _scored_part(rows: ScoredRows, span: slice) -> list[ScoredRows]:
+    first, last = max(rows.first_row, span.start), min(rows.first_row + rows.num_rows, span.stop)
+    if first >= last:
+        return []
+    return [ScoredRows(rows.request, first - span.start, last - first, rows.first_position + first - rows.first_row)]
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,14 @@ from dataclasses import dataclass
 
 from longfill.config import EngineArgs
 from longfill.errors import ConfigError
-from longfill.kernels.cpu import available, describe
+from longfill.kernels.backend import Backend
+from longfill.kernels.cpu import NativeBackend, available, describe
+from longfill.kernels.reference.backend import ReferenceBackend
 
 HEAD_DIM_STEP = 16
 """The native indexer takes head dims that are multiples of this."""
+NATIVE_DTYPES = ()
+"""What native kernels compute in; float16 models run on the reference."""
 
 
 @dataclass(frozen=True)
@@ -20,51 +24,60 @@ class KernelChoice:
     """The start-up decisions. `topk` is None for a model without an indexer."""
 
     topk: int | None
+    native: bool
+    """Whether everything but `index_topk` runs natively."""
     native_index: bool
     """Whether `index_topk` runs natively: scores stream through registers, so none is ever written down."""
     use_workspace: bool
     """Whether sparse attention reads a gathered workspace instead of the pages."""
     force_mqa: bool
     """Whether rows that select all their keys run as sparse attention too."""
+    why_reference: str = ""
+    """What stands against native kernels for this model, where they were not refused by name."""
 
     @property
     def paths(self) -> dict[str, str]:
         """Operation -> what runs it, for the log and `longfill check`."""
-        paths = {"linear": "reference", "experts": "reference", "norm_rope_store": "reference"}
+        runs = describe() if self.native else "reference" + (f" ({self.why_reference})" if self.why_reference else "")
+        paths = dict.fromkeys(("linear", "experts", "norm_rope_store"), runs)
         if self.topk is None:
-            return paths | {"dense_mla": "reference (every row)"}
-        dense = f"reference (positions below {self.topk:,})"
+            return paths | {"dense_mla": f"{runs} (every row)"}
+        dense = "off (--sparse-mla-force-mqa)" if self.force_mqa else f"{runs} (positions below {self.topk:,})"
         return paths | {
             "index_topk": describe() if self.native_index else "reference",
-            "sparse_mla": "reference, " + ("gathered workspace" if self.use_workspace else "paged"),
-            "dense_mla": "off (--sparse-mla-force-mqa)" if self.force_mqa else dense,
+            "sparse_mla": f"{runs}, " + ("gathered workspace" if self.use_workspace else "paged"),
+            "dense_mla": dense,
         }
 
 
 def choose_kernels(
-    args: EngineArgs, *, topk: int | None, index_format: str | None, index_head_dim: int
+    args: EngineArgs, *, dtype: str, topk: int | None, index_format: str | None, index_head_dim: int
 ) -> KernelChoice:
     """Decide for a model. Raises ConfigError where `--kernel-backend cpu` cannot be had here or for its shapes.
 
     Options that exclude `--kernel-backend cpu` are refused before, by `compatibility.check`.
     """
+    obstacles = [] if available() else [describe()]
     has_indexer = topk is not None
+    index_obstacles = []
+    if has_indexer and index_head_dim % HEAD_DIM_STEP:
+        index_obstacles.append(f"no native index_topk: index_head_dim {index_head_dim} is no multiple of {HEAD_DIM_STEP}")
+    if args.kernel_backend == "cpu" and obstacles + index_obstacles:
+        raise ConfigError(f"--kernel-backend cpu: {'; '.join(obstacles + index_obstacles)}")
+    wanted = args.kernel_backend != "reference"
+    dtype_obstacles = [] if dtype in NATIVE_DTYPES else [f"no native kernels for {dtype}"]
     return KernelChoice(
         topk=topk,
-        native_index=has_indexer and _native_index(args.kernel_backend, index_format, index_head_dim),
+        native=wanted and not obstacles + dtype_obstacles,
+        native_index=wanted and has_indexer and index_format == "fp8" and not obstacles + index_obstacles,
         use_workspace=has_indexer and args.attention_path == "workspace",
         force_mqa=has_indexer and args.sparse_mla_force_mqa,
+        why_reference="; ".join(dtype_obstacles) if wanted and available() else "",
     )
 
 
-def _native_index(backend: str, index_format: str | None, head_dim: int) -> bool:
-    if backend == "reference" or index_format != "fp8":
-        return False
-    obstacles = []
-    if not available():
-        obstacles.append(describe())
-    if head_dim % HEAD_DIM_STEP:
-        obstacles.append(f"index_head_dim {head_dim} is no multiple of {HEAD_DIM_STEP}")
-    if obstacles and backend == "cpu":
-        raise ConfigError(f"--kernel-backend cpu: no native index_topk for this model: {'; '.join(obstacles)}")
-    return not obstacles
+def make_backends(choice: KernelChoice, num_threads: int) -> tuple[Backend, Backend]:
+    """The backend of everything but `index_topk`, and the one of `index_topk`."""
+    reference = ReferenceBackend()
+    native = NativeBackend(num_threads) if choice.native or choice.native_index else reference
+    return native if choice.native else reference, native if choice.native_index else reference

@@ -13,70 +13,64 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from longfill.kernels import cpu
-from longfill.kernels.interface import IndexCache, IndexChunks, LatentCache, RequestRows, StepRows
-from longfill.kernels.reference import indexer as reference
-from longfill.kernels.reference.attention import dense_mla, gather_rows, sparse_mla
+from longfill.kernels.backend import Backend
+from longfill.kernels.interface import IndexCache, LatentCache, RequestRows, StepRows
 from longfill.kernels.select import KernelChoice
 from longfill.kernels.workspace import Workspace
 
 
 class Attend:
-    """Attention of one model over its caches; holds the current step's selection."""
+    """Attention of one model over its caches; holds the current step's selection.
 
-    def __init__(self, kernels: KernelChoice, workspace: Workspace, softmax_scale: float, *, num_threads: int) -> None:
+    `span`: the place of a block of rows in the step, whose tensors are given for those rows alone.
+    """
+
+    def __init__(
+        self, kernels: KernelChoice, backend: Backend, index_backend: Backend, workspace: Workspace,
+        softmax_scale: float,
+    ) -> None:  # fmt: skip
         self.kernels = kernels
+        self.backend = backend
+        self.index_backend = index_backend
         self.workspace = workspace
         self.scale = softmax_scale
-        self.num_threads = num_threads
-        self._selection_TK = torch.empty(0, 0, dtype=torch.int32)
+        self.selection_TK = torch.empty(0, 0, dtype=torch.int32)
 
-    def select(self, q_TID: Tensor, w_TI: Tensor, cache: IndexCache, rows: StepRows) -> Tensor:
-        """int32 [T, K]: score the rows that need it; the others select their whole causal range."""
-        assert self.kernels.topk is not None
-        self._selection_TK = self.workspace.selection(q_TID.shape[0], self.kernels.topk)
-        self._selection_TK.fill_(-1)
-        for request, dense in zip(rows.requests, rows.dense_rows, strict=True):
+    def begin(self, num_rows: int) -> None:
+        """Start a step of so many rows: no layer has selected for any."""
+        if self.kernels.topk is not None:
+            self.selection_TK = self.workspace.selection(num_rows, self.kernels.topk)
+
+    def select(self, q_TID: Tensor, w_TI: Tensor, cache: IndexCache, block: StepRows, span: slice) -> None:
+        """Fill the block's rows of `selection_TK`: rows that need it are scored, others select their causal range."""
+        selection_TK = self.selection_TK[span]
+        for request, dense in zip(block.requests, block.dense_rows, strict=True):
             if dense:
-                self._select_all(request, dense)
-        self._score(q_TID, w_TI, cache, rows.index_chunks)
-        return self._selection_TK
+                _select_all(selection_TK, request, dense)
+        self.index_backend.index_topk(q_TID, w_TI, cache, block.index_chunks, selection_TK, self.workspace)
 
-    def _score(self, q_TID: Tensor, w_TI: Tensor, cache: IndexCache, chunks: IndexChunks) -> None:
-        if self.kernels.native_index:
-            cpu.index_topk(q_TID, w_TI, cache, chunks, self._selection_TK, num_threads=self.num_threads)
-        else:
-            reference.index_topk(q_TID, w_TI, cache, chunks, self._selection_TK, self.workspace)
+    def __call__(self, q_THX: Tensor, cache: LatentCache, block: StepRows, span: slice) -> Tensor:
+        """[T, H, R] in the dtype of q: every row's attention over the current selection or its causal range."""
+        out_THR = q_THX.new_empty(*q_THX.shape[:2], cache.rank)
+        selection_TK = self.selection_TK[span]
 
-    def _select_all(self, request: RequestRows, dense: int) -> None:
-        columns_K = torch.arange(min(request.start + dense, self._selection_TK.shape[1]), dtype=torch.int32)
-        positions_T = torch.arange(request.start, request.start + dense)[:, None]
-        chosen = torch.where(columns_K <= positions_T, columns_K, -1)
-        self._selection_TK[request.first_row : request.first_row + dense, : columns_K.numel()] = chosen
+        def sparse(request: RequestRows, first: int, last: int, context_LX: Tensor | None) -> None:
+            at = slice(request.first_row + first, request.first_row + last)
+            self.backend.sparse_mla(
+                q_THX[at], cache, request, selection_TK[at], self.scale, out_THR[at], context_LX
+            )  # fmt: skip
 
-    def __call__(self, q_THX: Tensor, cache: LatentCache, rows: StepRows) -> Tensor:
-        """fp32 [T, H, R]: every row's attention over the current selection or its causal range."""
-        out_THR = torch.empty(*q_THX.shape[:2], cache.rank, dtype=torch.float32)
-        for request, dense in zip(rows.requests, rows.dense_rows, strict=True):
+        for request, dense in zip(block.requests, block.dense_rows, strict=True):
             if dense and not self.kernels.force_mqa:
-                span = slice(request.first_row, request.first_row + dense)
-                out_THR[span], _ = dense_mla(q_THX[span], cache, request, request.start, self.scale)
+                at = slice(request.first_row, request.first_row + dense)
+                self.backend.dense_mla(q_THX[at], cache, request, request.start, self.scale, out_THR[at])
             elif dense:
-                self._sparse(q_THX, cache, request, 0, dense, None, out_THR)
-        for chunk in rows.workspace_chunks:
-            contexts = self._gather(cache, [rows.requests[i] for i in chunk])
-            for i, context_LX in zip(chunk, contexts, strict=True):
-                request, dense = rows.requests[i], rows.dense_rows[i]
-                self._sparse(q_THX, cache, request, dense, request.query_len, context_LX, out_THR)
+                sparse(request, 0, dense, None)
+        for chunk in block.workspace_chunks:
+            requests = [block.requests[i] for i in chunk]
+            for i, context_LX in zip(chunk, self._gather(cache, requests), strict=True):
+                sparse(block.requests[i], block.dense_rows[i], block.requests[i].query_len, context_LX)
         return out_THR
-
-    def _sparse(
-        self, q_THX: Tensor, cache: LatentCache, request: RequestRows, first: int, last: int,
-        context_LX: Tensor | None, out_THR: Tensor,
-    ) -> None:  # fmt: skip
-        span = slice(request.first_row + first, request.first_row + last)
-        selection_TK = self._selection_TK[span]
-        out_THR[span] = sparse_mla(q_THX[span], cache, request, selection_TK, self.scale, context_LX)
 
     def _gather(self, cache: LatentCache, requests: list[RequestRows]) -> list[Tensor] | list[None]:
         """Each request's context in the workspace, or None each when pages are read directly."""
@@ -87,5 +81,12 @@ class Attend:
         space = self.workspace.context(sum(lengths), cache.rank + cache.rope_dim, dtype)
         contexts = list(torch.split(space, lengths))
         for request, context_LX in zip(requests, contexts, strict=True):
-            gather_rows(cache, request, context_LX)
+            self.backend.gather_rows(cache, request, context_LX)
         return contexts
+
+
+def _select_all(selection_TK: Tensor, request: RequestRows, dense: int) -> None:
+    """The first `dense` rows of a request select every position up to their own."""
+    columns_K = torch.arange(selection_TK.shape[1], dtype=torch.int32)
+    positions_T = torch.arange(request.start, request.start + dense)[:, None]
+    selection_TK[request.first_row : request.first_row + dense] = torch.where(columns_K <= positions_T, columns_K, -1)

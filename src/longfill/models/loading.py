@@ -16,13 +16,14 @@ import torch
 from torch import Tensor
 
 from longfill.errors import ModelError
-from longfill.models.checkpoint import Checkpoint
+from longfill.kernels.backend import Backend
+from longfill.kernels.interface import Heads, Linear, StoredLinear
+from longfill.models.checkpoint import Checkpoint, TensorEntry
 from longfill.models.config import ModelConfig
 from longfill.models.weights import (
     AttentionWeights,
     IndexerWeights,
     LayerWeights,
-    LinearWeight,
     MlpWeights,
     ModelWeights,
     MoeWeights,
@@ -38,7 +39,7 @@ _ROTARY_BUFFERS = r".*\.rotary_emb\.inv_freq"
 """Old checkpoints store this derived table; the engine computes it from the config."""
 
 
-def load_model(folder: str | Path, config: ModelConfig, dtype: torch.dtype) -> ModelWeights:
+def load_model(folder: str | Path, config: ModelConfig, dtype: torch.dtype, backend: Backend) -> ModelWeights:
     """The weights of `folder`'s safetensors, in `dtype` but for fp8 weights (as stored) and what must be float32.
 
     Raises `ModelError` that names tensor, file and both shapes where the checkpoint and the config do not fit, for an
@@ -47,7 +48,7 @@ def load_model(folder: str | Path, config: ModelConfig, dtype: torch.dtype) -> M
     checkpoint does not hold.
     """
     checkpoint = Checkpoint.open(folder)
-    weights = _Loader(checkpoint, config, dtype).model()
+    weights = _Loader(checkpoint, config, dtype, backend).model()
     skipped = checkpoint.finish((_ROTARY_BUFFERS, *_shared_indexers(config)))
     unused_indexers = [name for name in skipped if ".indexer." in name]
     if unused_indexers:
@@ -60,23 +61,43 @@ def load_model(folder: str | Path, config: ModelConfig, dtype: torch.dtype) -> M
     return weights
 
 
-def weight_bytes(folder: str | Path, dtype: torch.dtype) -> int:
+def weight_bytes(folder: str | Path, config: ModelConfig, dtype: torch.dtype, backend: Backend) -> int:
     """Bytes that the weights of `folder` take once loaded in `dtype`, from the files' headers alone.
 
-    fp8 weights stay as stored, with float32 scales; an fp8 kv_b is also kept dequantised for the absorbed form.
+    fp8 weights stay as stored, with float32 scales, but for kv_b, which is kept dequantised for the absorbed form.
     """
-    total = 0
-    for shard in Checkpoint.open(folder).shards:
-        for entry in shard.tensors.values():
-            count = math.prod(entry.shape)
-            if entry.name.endswith("_scale_inv") or _KEPT_FLOAT32.search(entry.name):
-                total += 4 * count
-            elif entry.dtype in _FLOATS:
-                total += dtype.itemsize * count
-            else:
-                total += entry.end - entry.begin
-                total += dtype.itemsize * count if entry.name.endswith("kv_b_proj.weight") else 0
-    return total
+    entries = [entry for shard in Checkpoint.open(folder).shards for entry in shard.tensors.values()]
+    return sum(_entry_bytes(entry, config, dtype, backend) for entry in entries) + _tied_bytes(
+        entries, config, dtype, backend
+    )
+
+
+def _entry_bytes(entry: TensorEntry, config: ModelConfig, dtype: torch.dtype, backend: Backend) -> int:
+    count = math.prod(entry.shape)
+    if entry.name.endswith("kv_b_proj.weight_scale_inv"):
+        return 0
+    if entry.name.endswith("kv_b_proj.weight"):
+        c = config
+        keys = backend.packed_bytes(c.kv_lora_rank, c.qk_nope_head_dim, dtype)
+        return c.num_heads * (keys + backend.packed_bytes(c.v_head_dim, c.kv_lora_rank, dtype))
+    if entry.name.endswith("_scale_inv"):
+        return 4 * count
+    stored = dtype if entry.dtype in _FLOATS else torch.float8_e4m3fn
+    if _KEPT_FLOAT32.search(entry.name):
+        stored = torch.float32
+    if len(entry.shape) < 2 or entry.name.endswith("embed_tokens.weight"):
+        return stored.itemsize * count
+    *stack, out_size, in_size = entry.shape
+    if entry.name.endswith("experts.gate_up_proj"):
+        stack, out_size = [*stack, 2], out_size // 2
+    return math.prod(stack) * backend.packed_bytes(out_size, in_size, stored)
+
+
+def _tied_bytes(entries: list[TensorEntry], config: ModelConfig, dtype: torch.dtype, backend: Backend) -> int:
+    """A tied head's own packed copy: none where the backend multiplies with the embedding itself."""
+    if not backend.copies or any(entry.name == "lm_head.weight" for entry in entries):
+        return 0
+    return backend.packed_bytes(config.vocab_size, config.hidden_size, dtype)
 
 
 def _shared_indexers(config: ModelConfig) -> list[str]:
@@ -88,10 +109,11 @@ def _shared_indexers(config: ModelConfig) -> list[str]:
 class _Loader:
     """Names and shapes of the family's parameters, read one by one."""
 
-    def __init__(self, checkpoint: Checkpoint, config: ModelConfig, dtype: torch.dtype) -> None:
+    def __init__(self, checkpoint: Checkpoint, config: ModelConfig, dtype: torch.dtype, backend: Backend) -> None:
         self.checkpoint = checkpoint
         self.config = config
         self.dtype = dtype
+        self.backend = backend
 
     def model(self) -> ModelWeights:
         c = self.config
@@ -105,27 +127,28 @@ class _Loader:
         indexer = self.config.indexer
         return indexer is not None and indexer.types[layer] == "full"
 
-    def lm_head(self, embed: Tensor) -> LinearWeight:
+    def lm_head(self, embed: Tensor) -> Linear:
         """The stored head; `embed` where the config ties them and none is stored."""
         c, name = self.config, "lm_head.weight"
+        tied = StoredLinear(embed)
         if name not in self.checkpoint:
             if not c.tie_word_embeddings:
                 raise ModelError(
                     f"{self.checkpoint.folder}: tensor {name} is missing and tie_word_embeddings is false; "
                     "the checkpoint is incomplete, or its config.json is wrong"
                 )
-            return LinearWeight(embed)
-        head = self.linear("lm_head", c.vocab_size, c.hidden_size)
+            return self.backend.pack(tied)
+        head = self.stored("lm_head", c.vocab_size, c.hidden_size)
         if not c.tie_word_embeddings:
-            return head
+            return self.backend.pack(head)
         if head.scale is None and torch.equal(head.weight, embed):
-            return LinearWeight(embed)
+            return self.backend.pack(tied)
         logger.warning(
             "%s: tie_word_embeddings is true but the stored lm_head.weight differs from the embedding; "
             "the stored head is used",
             self.checkpoint.entry(name).file,
         )
-        return head
+        return self.backend.pack(head)
 
     def layer(self, index: int, *, is_moe: bool, has_indexer: bool) -> LayerWeights:
         c, prefix = self.config, f"model.layers.{index}"
@@ -148,17 +171,28 @@ class _Loader:
             q_a = self.linear(f"{prefix}.q_a_proj", c.q_lora_rank, c.hidden_size, bias=c.attention_bias)
             q_a_norm = self.plain(f"{prefix}.q_a_layernorm.weight", c.q_lora_rank)
             q_b = self.linear(f"{prefix}.q_b_proj", q_size, c.q_lora_rank)
-        kv_a_size, kv_b_size = c.kv_lora_rank + c.qk_rope_head_dim, c.num_heads * (c.qk_nope_head_dim + c.v_head_dim)
+        kv_a_size = c.kv_lora_rank + c.qk_rope_head_dim
+        up_key, up_value = self.up_projections(f"{prefix}.kv_b_proj")
         return AttentionWeights(
             q_a=q_a,
             q_a_norm=q_a_norm,
             q_b=q_b,
             kv_a=self.linear(f"{prefix}.kv_a_proj_with_mqa", kv_a_size, c.hidden_size, bias=c.attention_bias),
             kv_a_norm=self.plain(f"{prefix}.kv_a_layernorm.weight", c.kv_lora_rank),
-            kv_b=self.linear(f"{prefix}.kv_b_proj", kv_b_size, c.kv_lora_rank),
+            up_key=up_key,
+            up_value=up_value,
             o=self.linear(f"{prefix}.o_proj", c.hidden_size, c.num_heads * c.v_head_dim, bias=c.attention_bias),
             indexer=self.indexer(f"{prefix}.indexer") if has_indexer else None,
         )
+
+    def up_projections(self, name: str) -> tuple[Heads, Heads]:
+        """kv_b's two halves, a matrix a head: keys [H, N, R] and values [H, R, V]; fp8 is dequantised."""
+        c = self.config
+        stored = self.stored(name, c.num_heads * (c.qk_nope_head_dim + c.v_head_dim), c.kv_lora_rank)
+        weight = stored.weight if stored.scale is None else stored.rows(0, stored.out_size).to(self.dtype)
+        per_head = weight.view(c.num_heads, -1, c.kv_lora_rank)
+        keys_HNR, values_HVR = torch.split(per_head, [c.qk_nope_head_dim, c.v_head_dim], 1)
+        return self.backend.pack_heads(keys_HNR), self.backend.pack_heads(values_HVR.transpose(1, 2))
 
     def indexer(self, prefix: str) -> IndexerWeights:
         c, i = self.config, self.config.indexer
@@ -169,9 +203,7 @@ class _Loader:
             wk=self.linear(f"{prefix}.wk", i.head_dim, c.hidden_size),
             k_norm_weight=self.plain(f"{prefix}.k_norm.weight", i.head_dim, dtype=torch.float32),
             k_norm_bias=self.plain(f"{prefix}.k_norm.bias", i.head_dim, dtype=torch.float32),
-            weights_proj=LinearWeight(
-                self.plain(f"{prefix}.weights_proj.weight", i.num_heads, c.hidden_size, dtype=torch.float32)
-            ),
+            weights_proj=self.kept_float32(f"{prefix}.weights_proj.weight", i.num_heads, c.hidden_size),
         )
 
     def mlp(self, prefix: str, intermediate: int, *, bias: bool = False) -> MlpWeights:
@@ -192,7 +224,7 @@ class _Loader:
         else:
             experts = tuple(self.mlp(f"{prefix}.experts.{e}", size) for e in range(moe.num_experts))
         return MoeWeights(
-            router=self.plain(f"{prefix}.gate.weight", moe.num_experts, c.hidden_size, dtype=torch.float32),
+            router=self.kept_float32(f"{prefix}.gate.weight", moe.num_experts, c.hidden_size),
             bias=self.plain(bias, moe.num_experts, dtype=torch.float32) if moe.has_correction_bias else None,
             experts=experts,
             shared=self.mlp(f"{prefix}.shared_experts", size * moe.num_shared_experts, bias=c.mlp_bias)
@@ -210,14 +242,14 @@ class _Loader:
         down = self.checkpoint.take(f"{prefix}.down_proj", (num_experts, hidden, size))
         return tuple(
             MlpWeights(
-                gate=LinearWeight(gate_up[e, :size].to(self.dtype)),
-                up=LinearWeight(gate_up[e, size:].to(self.dtype)),
-                down=LinearWeight(down[e].to(self.dtype)),
+                gate=self.backend.pack(StoredLinear(gate_up[e, :size].to(self.dtype))),
+                up=self.backend.pack(StoredLinear(gate_up[e, size:].to(self.dtype))),
+                down=self.backend.pack(StoredLinear(down[e].to(self.dtype))),
             )
             for e in range(num_experts)
         )
 
-    def mtp(self, embed: Tensor, lm_head: LinearWeight) -> tuple[MtpWeights, ...]:
+    def mtp(self, embed: Tensor, lm_head: Linear) -> tuple[MtpWeights, ...]:
         """The draft layers behind the last one; none where the checkpoint was published without them."""
         first, count = self.config.num_layers, self.config.num_mtp_layers
         if count and f"model.layers.{first}.eh_proj.weight" not in self.checkpoint:
@@ -225,7 +257,7 @@ class _Loader:
             return ()
         return tuple(self.mtp_layer(first + i, embed, lm_head) for i in range(count))
 
-    def mtp_layer(self, index: int, embed: Tensor, lm_head: LinearWeight) -> MtpWeights:
+    def mtp_layer(self, index: int, embed: Tensor, lm_head: Linear) -> MtpWeights:
         c, prefix = self.config, f"model.layers.{index}"
         own_embed, own_head = f"{prefix}.embed_tokens.weight", f"{prefix}.shared_head.head"
         return MtpWeights(
@@ -246,8 +278,16 @@ class _Loader:
             raise self.wrong_dtype(name, "expected float32, float16 or bfloat16")
         return self.checkpoint.take(name, shape).to(dtype or self.dtype)
 
-    def linear(self, name: str, out_size: int, in_size: int, *, bias: bool = False) -> LinearWeight:
-        """`name`.weight [out, in] with its bias and, where it is stored as fp8, its block scales."""
+    def kept_float32(self, name: str, out_size: int, in_size: int) -> Linear:
+        """A weight whose products stay in float32, whatever the model's dtype."""
+        return self.backend.pack(StoredLinear(self.plain(name, out_size, in_size, dtype=torch.float32)))
+
+    def linear(self, name: str, out_size: int, in_size: int, *, bias: bool = False) -> Linear:
+        """`name`.weight [out, in] with its bias, in the backend's form."""
+        return self.backend.pack(self.stored(name, out_size, in_size, bias=bias))
+
+    def stored(self, name: str, out_size: int, in_size: int, *, bias: bool = False) -> StoredLinear:
+        """`name`.weight with its bias and, where it is fp8, its block scales."""
         weight_name = f"{name}.weight"
         if self.checkpoint.entry(weight_name).dtype == "F8_E4M3":
             scale, block = self.block_scale(name, out_size, in_size)
@@ -255,7 +295,7 @@ class _Loader:
         else:
             scale, block = None, None
             weight = self.plain(weight_name, out_size, in_size)
-        return LinearWeight(weight, self.plain(f"{name}.bias", out_size) if bias else None, scale, block)
+        return StoredLinear(weight, self.plain(f"{name}.bias", out_size) if bias else None, scale, block)
 
     def block_scale(self, name: str, out_size: int, in_size: int) -> tuple[Tensor, tuple[int, int]]:
         """Float32 scales [ceil(out / block rows), ceil(in / block columns)] of an fp8 weight, and the block."""

@@ -1,6 +1,7 @@
 """A model's parameters as plain dataclasses of tensors, in the engine's own terms.
 
-May import torch. Invariant: a tensor here is either a view of the mapped checkpoint or the only converted copy of it.
+May import torch and the kernels' interface. Invariant: a tensor here is either a view of the mapped checkpoint or the
+only converted or packed copy of it.
 
 Sizes in the comments: C hidden size · Q query latent · R key-value latent · P rope dim · H heads · N nope dim · V value
 dim · I indexer heads · D indexer dim · F intermediate size · E experts · S vocabulary.
@@ -15,6 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
+from longfill.kernels.interface import Heads, Linear
 from longfill.units import Bytes
 
 
@@ -33,44 +35,34 @@ def _tensors(part: Any) -> Iterator[Tensor]:
     elif isinstance(part, tuple):
         for item in part:
             yield from _tensors(item)
-    elif isinstance(part, _Weights) and dataclasses.is_dataclass(part):
+    elif dataclasses.is_dataclass(part):
         for field in dataclasses.fields(part):
             yield from _tensors(getattr(part, field.name))
-
-
-@dataclass(frozen=True)
-class LinearWeight(_Weights):
-    """y = x @ weight.T + bias. fp8: `weight` is e4m3 as stored, and the value of element (i, j) is
-    weight[i, j] * scale[i // block[0], j // block[1]], with float32 scales."""
-
-    weight: Tensor  # [out, in]
-    bias: Tensor | None = None  # [out]
-    scale: Tensor | None = None  # float32 [ceil(out / block[0]), ceil(in / block[1])]
-    block: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
 class IndexerWeights(_Weights):
     """The indexer of a full layer. Its norm and head weights are float32: rounding them makes scores tie."""
 
-    wq_b: LinearWeight  # [I D, Q]
-    wk: LinearWeight  # [D, C]
+    wq_b: Linear  # [I D, Q]
+    wk: Linear  # [D, C]
     k_norm_weight: Tensor  # float32 [D]
     k_norm_bias: Tensor  # float32 [D]
-    weights_proj: LinearWeight  # float32 [I, C]
+    weights_proj: Linear  # float32 [I, C]
 
 
 @dataclass(frozen=True)
 class AttentionWeights(_Weights):
     """Latent attention. Without a query latent, `q_a` and `q_a_norm` are None and `q_b` reads the hidden state."""
 
-    q_a: LinearWeight | None  # [Q, C]
+    q_a: Linear | None  # [Q, C]
     q_a_norm: Tensor | None  # [Q]
-    q_b: LinearWeight  # [H (N + P), Q or C]
-    kv_a: LinearWeight  # [R + P, C]
+    q_b: Linear  # [H (N + P), Q or C]
+    kv_a: Linear  # [R + P, C]
     kv_a_norm: Tensor  # [R]
-    kv_b: LinearWeight  # [H (N + V), R]
-    o: LinearWeight  # [C, H V]
+    up_key: Heads  # N -> R
+    up_value: Heads  # R -> V
+    o: Linear  # [C, H V]
     indexer: IndexerWeights | None
 
 
@@ -78,16 +70,16 @@ class AttentionWeights(_Weights):
 class MlpWeights(_Weights):
     """down(silu(gate(x)) * up(x))."""
 
-    gate: LinearWeight  # [F, C]
-    up: LinearWeight  # [F, C]
-    down: LinearWeight  # [C, F]
+    gate: Linear  # [F, C]
+    up: Linear  # [F, C]
+    down: Linear  # [C, F]
 
 
 @dataclass(frozen=True)
 class MoeWeights(_Weights):
     """Routed experts, the router that chooses among them, and the expert that every token takes."""
 
-    router: Tensor  # float32 [E, C]
+    router: Linear  # float32 [E, C]
     bias: Tensor | None  # float32 [E]: added to the scores for the choice only
     experts: tuple[MlpWeights, ...]
     shared: MlpWeights | None
@@ -110,10 +102,10 @@ class MtpWeights(_Weights):
     embed: Tensor  # [S, C]
     enorm: Tensor  # [C]
     hnorm: Tensor  # [C]
-    eh_proj: LinearWeight  # [C, 2 C]
+    eh_proj: Linear  # [C, 2 C]
     layer: LayerWeights
     head_norm: Tensor  # [C]
-    head: LinearWeight  # [S, C]
+    head: Linear  # [S, C]
 
 
 @dataclass(frozen=True)
@@ -123,5 +115,5 @@ class ModelWeights(_Weights):
     embed: Tensor  # [S, C]
     layers: tuple[LayerWeights, ...]
     norm: Tensor  # [C]
-    lm_head: LinearWeight  # [S, C]
+    lm_head: Linear  # [S, C]
     mtp: tuple[MtpWeights, ...] = ()

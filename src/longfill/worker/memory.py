@@ -26,6 +26,10 @@ SELECT_BYTES = 32
 """Bytes that selecting the top-k holds per score of a SELECT_TILE: comparisons, running counts, indices."""
 
 
+BLOCK_BYTES = 96 * 2**20
+"""Bytes of queries, their latent form and outputs that a layer's rows hold at once; a step of more rows is cut."""
+MIN_BLOCK_ROWS = 128
+"""Rows below which the matrix products of a block would no longer be worth reading their weights."""
 PROCESS_FLOOR = 320 * 2**20
 PROCESS_GROWTH = 64 * 2**20
 PAGE_BOOKKEEPING = 512
@@ -170,11 +174,13 @@ def _fixed_rows(
     tokens = args.max_num_batched_tokens
     sampled = max(args.max_num_seqs, MIN_ROWS)
     tile_bytes = attention_tile_bytes(sizes.topk, config.kv_lora_rank + config.qk_rope_head_dim)
+    block = block_rows(args, config, kernels)
+    activations = tokens * _step_row_bytes(config, kernels) + block * _block_row_bytes(config)
     rows = [
         MemoryRow("process", process_bytes, "Python, torch and libraries, with room to grow"),
         MemoryRow("weights", weight_bytes, "memory-mapped where the dtype is the checkpoint's"),
         MemoryRow("prompt ids", 32 * max_model_len, "text, token ids and page tables of one longest request"),
-        MemoryRow("activations", tokens * _activation_bytes(config), f"{tokens:,} rows of one step"),
+        MemoryRow("activations", activations, f"{tokens:,} rows of one step, at most {block:,} in a layer's middle"),
         MemoryRow("attention tiles", TILE_COPIES * tile_bytes, "gathered rows and scores"),
         MemoryRow("logits", 3 * 4 * sampled * config.vocab_size, f"{sampled} sampled rows, fp32"),
     ]
@@ -206,24 +212,47 @@ def _widest_input(config: ModelConfig) -> int:
     return max(attention, config.num_heads * config.v_head_dim, config.intermediate_size)
 
 
-def _activation_bytes(config: ModelConfig) -> int:
-    """Bytes a row holds at most: all intermediates of the wider half of a layer, as if they lived at once."""
-    size = 4 if config.dtype == "float32" else 2
+def block_rows(args: EngineArgs, config: ModelConfig, kernels: KernelChoice) -> int:
+    """Rows that a layer takes at once where it can cut a step: what a row holds there is bounded by BLOCK_BYTES.
+
+    A gathered workspace serves all rows of a request at once, so nothing is cut beside one.
+    """
+    if kernels.use_workspace:
+        return args.max_num_batched_tokens
+    return min(args.max_num_batched_tokens, max(MIN_BLOCK_ROWS, BLOCK_BYTES // _block_row_bytes(config)))
+
+
+def _element_bytes(config: ModelConfig) -> int:
+    return 4 if config.dtype == "float32" else 2
+
+
+def _step_row_bytes(config: ModelConfig, kernels: KernelChoice) -> int:
+    """Bytes that a row holds at most while all rows of the step are in work: hidden state, norms, router, experts."""
+    size, hidden = _element_bytes(config), config.hidden_size
     width = config.kv_lora_rank + config.qk_rope_head_dim
-    heads = config.num_heads
-    attention = 4 * config.hidden_size + 2 * (config.q_lora_rank or 0) + 2 * width
-    attention += heads * (2 * config.qk_head_dim + 2 * width + config.kv_lora_rank + 2 * config.v_head_dim)
-    fp32 = heads * config.kv_lora_rank
-    if config.indexer is not None:
-        fp32 += 4 * config.indexer.num_heads * config.indexer.head_dim
-    inner = config.intermediate_size
-    experts = 0
+    indexer = 0 if config.indexer is None else config.indexer.head_dim
+    elements = 3 * hidden + 2 * (config.q_lora_rank or 0) + 2 * width + 2 * indexer
+    fp32 = 2 * hidden + 2 * width + 4 * indexer + 2 * config.qk_rope_head_dim
     if config.moe is not None:
-        shared = config.moe.moe_intermediate_size * max(1, config.moe.num_shared_experts)
-        inner = max(inner, shared, config.moe.moe_intermediate_size)
-        experts = config.hidden_size + 8 * config.moe.num_experts
-    mlp = 4 * config.hidden_size + 3 * inner
-    return max(size * attention + 4 * fp32, size * mlp + 4 * (2 * config.hidden_size + experts))
+        fp32 += hidden + 8 * config.moe.num_experts
+        if not kernels.native:  # the reference runs all rows of an expert at once
+            elements += hidden + 3 * config.moe.moe_intermediate_size
+    return size * elements + 4 * fp32
+
+
+def _block_row_bytes(config: ModelConfig) -> int:
+    """Bytes that a row holds at most while its block is in work, in the widest of: indexer, attention, MLP."""
+    size, heads = _element_bytes(config), config.num_heads
+    width = config.kv_lora_rank + config.qk_rope_head_dim
+    attention = size * (config.hidden_size + heads * (2 * config.qk_head_dim + 2 * width + 2 * config.v_head_dim))
+    attention += 4 * heads * config.kv_lora_rank
+    indexer = 0
+    if config.indexer is not None:
+        indexer = 4 * (4 * config.indexer.num_heads * config.indexer.head_dim + config.hidden_size)
+    inner = config.intermediate_size
+    if config.moe is not None:
+        inner = max(inner, config.moe.moe_intermediate_size * max(1, config.moe.num_shared_experts))
+    return max(attention, indexer, size * (3 * config.hidden_size + 3 * inner) + 8 * config.hidden_size)
 
 
 def _refusal(

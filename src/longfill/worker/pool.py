@@ -15,7 +15,6 @@ from torch import Tensor
 from longfill.cache.layout import RecordLayout
 from longfill.errors import CapacityError, ModelError
 from longfill.kernels.interface import IndexCache, LatentCache, LayerCaches
-from longfill.kernels.reference.linear import dequantise
 from longfill.kernels.reference.quant import E4M3_MAX
 from longfill.models.weights import LayerWeights, ModelWeights
 from longfill.units import NumPages
@@ -110,13 +109,10 @@ def latent_scales(weights: ModelWeights, rope_gain: float) -> tuple[LatentScales
 def _rope_bound(layer: LayerWeights) -> float:
     """Most that a rotated pair of the layer's key can be, before YaRN's factor."""
     projection, input_norm = layer.attention.kv_a, layer.input_norm.float()
-    rank, end = layer.attention.kv_a_norm.numel(), projection.weight.shape[0]
+    rank, end = layer.attention.kv_a_norm.numel(), projection.out_size
     if end == rank:
         return 0.0
-    if projection.scale is None:
-        rows_PC = projection.weight[rank:].float()
-    else:
-        rows_PC = dequantise(projection, rank, end, torch.float32)
+    rows_PC = projection.rows(rank, end)
     longest_P = math.sqrt(input_norm.numel()) * (rows_PC * input_norm).norm(dim=-1)
     if projection.bias is not None:
         longest_P += projection.bias[rank:].float().abs()

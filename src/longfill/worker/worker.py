@@ -17,7 +17,7 @@ from torch import Tensor
 
 from longfill.cache.layout import RecordLayout
 from longfill.config import EngineArgs, cache_formats, cgroup_cpu_count
-from longfill.kernels.select import choose_kernels
+from longfill.kernels.select import choose_kernels, make_backends
 from longfill.kernels.workspace import Workspace
 from longfill.models.attention import Attend
 from longfill.models.config import ModelConfig
@@ -27,7 +27,14 @@ from longfill.models.rope import inverse_frequencies, softmax_scale
 from longfill.partition import StepPlan, StepRequest, indexer_workspace_rows, plan_step
 from longfill.units import NumPages, PageSize
 from longfill.worker.batch import step_rows
-from longfill.worker.memory import MemoryPlan, context_workspace_rows, max_logits_bytes, plan_memory, process_reserve
+from longfill.worker.memory import (
+    MemoryPlan,
+    block_rows,
+    context_workspace_rows,
+    max_logits_bytes,
+    plan_memory,
+    process_reserve,
+)
 from longfill.worker.pool import allocate_pool, latent_scales, layer_caches
 from longfill.worker.sampler import LogitsError, SampledToken, SampleInput, sample
 
@@ -60,22 +67,27 @@ class Worker:
         indexer = config.indexer
         self.kernels = choose_kernels(
             args,
+            dtype=config.dtype,
             topk=None if indexer is None else indexer.topk,
             index_format=self.layout.index_format,
             index_head_dim=self.layout.index_head_dim,
         )
+        backend, index_backend = make_backends(self.kernels, threads)
         self.memory: MemoryPlan = plan_memory(
             args, config, self.layout, self.kernels,
-            process_bytes=process_bytes, weight_bytes=weight_bytes(folder, dtype),
+            process_bytes=process_bytes, weight_bytes=weight_bytes(folder, config, dtype, backend),
         )  # fmt: skip
         logger.info("kernels: %s", "; ".join(f"{operation}: {path}" for operation, path in self.kernels.paths.items()))
-        weights = load_model(folder, config, dtype)
+        workspace = Workspace(self.memory.workspace)
+        weights = load_model(folder, config, dtype, backend)
         self._workspace_rows = context_workspace_rows(args, self.memory.max_model_len)
-        attend = Attend(self.kernels, Workspace(self.memory.workspace), softmax_scale(config), num_threads=threads)
         self.pool = allocate_pool(self.layout, NumPages(self.memory.num_pages))
         rope_gain = inverse_frequencies(config.rope)[1]
         caches = layer_caches(self.pool, self.layout, latent_scales(weights, rope_gain))
-        self.decoder = Decoder(config, weights, caches, attend)
+        attend = Attend(self.kernels, backend, index_backend, workspace, softmax_scale(config))
+        self.decoder = Decoder(
+            config, weights, caches, backend, attend, block_rows=block_rows(args, config, self.kernels)
+        )
 
     def plan(self, requests: Sequence[StepRequest]) -> StepPlan:
         """The step's integers, under this rank's limits."""

@@ -7,11 +7,14 @@ Suffixes: T rows · C input width · O output width · E experts.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Protocol
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from longfill.kernels.interface import ExpertChoice, Linear, Mlp
+from longfill.kernels.interface import ExpertChoice, StoredLinear
 from longfill.kernels.reference.elementwise import sigmoid, silu
 
 MIN_ROWS = 16
@@ -23,6 +26,17 @@ DEQUANT_ROWS = 1024
 """Output rows of an fp8 weight that are dequantised at once."""
 
 
+class StoredMlp(Protocol):
+    """Weights of one SwiGLU block, as stored."""
+
+    @property
+    def gate(self) -> StoredLinear: ...
+    @property
+    def up(self) -> StoredLinear: ...
+    @property
+    def down(self) -> StoredLinear: ...
+
+
 def pad_rows(x: Tensor) -> Tensor:
     """`x` with zero rows appended up to MIN_ROWS (unchanged when it has that many)."""
     if x.shape[0] >= MIN_ROWS:
@@ -32,16 +46,22 @@ def pad_rows(x: Tensor) -> Tensor:
     return padded
 
 
-def linear(x_TC: Tensor, weight: Linear) -> Tensor:
+def linear(x_TC: Tensor, weight: StoredLinear) -> Tensor:
     """`x @ W.T + b` in the dtype of `x`: [T, C] -> [T, O]; fp8 weights are dequantised a slice at a time."""
     if weight.scale is None:
         return _blocks(x_TC, weight.weight, weight.bias)
     slices = [
-        _blocks(x_TC, dequantise(weight, first, min(first + DEQUANT_ROWS, weight.weight.shape[0]), x_TC.dtype))
-        for first in range(0, weight.weight.shape[0], DEQUANT_ROWS)
+        _blocks(x_TC, weight.rows(first, min(first + DEQUANT_ROWS, weight.out_size)).to(x_TC.dtype))
+        for first in range(0, weight.out_size, DEQUANT_ROWS)
     ]
     out_TO = torch.cat(slices, -1)
     return out_TO if weight.bias is None else out_TO + weight.bias
+
+
+def per_head(x_THA: Tensor, weight_HAB: Tensor) -> Tensor:
+    """[T, H, A] x [H, A, B] -> [T, H, B], one matrix a head."""
+    padded = pad_rows(x_THA)
+    return torch.bmm(padded.transpose(0, 1), weight_HAB).transpose(0, 1)[: x_THA.shape[0]]
 
 
 def _blocks(x_TC: Tensor, weight_OC: Tensor, bias_O: Tensor | None = None) -> Tensor:
@@ -66,17 +86,6 @@ def _product(x_TC: Tensor, weight_OC: Tensor, bias_O: Tensor | None = None) -> T
     return F.linear(x_TC, weight_OC.expand(columns, -1), bias_O)[:, :width]
 
 
-def dequantise(weight: Linear, first: int, last: int, dtype: torch.dtype) -> Tensor:
-    """Output rows [first, last) of an fp8 block-scaled weight: value times the scale of its block."""
-    assert weight.scale is not None
-    assert weight.block is not None
-    block_rows, block_columns = weight.block
-    rows = torch.arange(first, last) // block_rows
-    columns = torch.arange(weight.weight.shape[1]) // block_columns
-    scale_OC = weight.scale[rows][:, columns]
-    return weight.weight[first:last].float().mul_(scale_OC).to(dtype)
-
-
 def rms_norm(x_TC: Tensor, weight_C: Tensor, eps: float) -> Tensor:
     """`x / rms(x) * weight`: the norm in fp32, rounded to the dtype of x before the weight (as Llama does)."""
     x32 = x_TC.float()
@@ -84,7 +93,7 @@ def rms_norm(x_TC: Tensor, weight_C: Tensor, eps: float) -> Tensor:
     return weight_C * scaled.to(x_TC.dtype)
 
 
-def mlp(x_TC: Tensor, weights: Mlp) -> Tensor:
+def mlp(x_TC: Tensor, weights: StoredMlp) -> Tensor:
     """SwiGLU: `down(silu(gate x) * up x)`."""
     return linear(silu(linear(x_TC, weights.gate)) * linear(x_TC, weights.up), weights.down)
 
@@ -117,7 +126,7 @@ def _best(values_TE: Tensor, k: int) -> Tensor:
     return torch.sort(values_TE, dim=-1, descending=True, stable=True).indices[:, :k]
 
 
-def experts(x_TC: Tensor, ids_TK: Tensor, weights_TK: Tensor, expert_weights: tuple[Mlp, ...]) -> Tensor:
+def experts(x_TC: Tensor, ids_TK: Tensor, weights_TK: Tensor, expert_weights: Sequence[StoredMlp]) -> Tensor:
     """Sum of the chosen experts' outputs times their weights, in fp32 and in ascending order of expert id."""
     total_TC = torch.zeros(x_TC.shape, dtype=torch.float32)
     order = ids_TK.flatten().argsort(stable=True)

@@ -1,0 +1,118 @@
+"""The native kernels as a `Backend`: packed weights, and every operation in native code.
+
+May import torch and this folder's files. Invariant: nothing is decided here; every call is one native call on the
+process's instruction set and the given number of threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+from torch import Tensor
+
+from longfill.kernels.cpu import attention, experts, indexer, linear, packing, rows
+from longfill.kernels.interface import (
+    ExpertChoice,
+    Heads,
+    IndexCache,
+    IndexChunks,
+    LatentCache,
+    Linear,
+    Mlp,
+    RequestRows,
+    StoredLinear,
+)
+from longfill.kernels.workspace import Workspace
+
+
+class NativeBackend:
+    """Weights that it is given back were made by its own `pack` and `pack_heads`."""
+
+    copies = True
+
+    def __init__(self, num_threads: int) -> None:
+        self.num_threads = num_threads
+
+    def packed_bytes(self, out_size: int, in_size: int, dtype: torch.dtype) -> int:
+        return packing.packed_bytes(out_size, in_size, dtype)
+
+    def pack(self, weight: StoredLinear) -> packing.PackedLinear:
+        return packing.pack_linear(weight, num_threads=self.num_threads)
+
+    def pack_heads(self, weight_HAB: Tensor) -> packing.PackedHeads:
+        return packing.pack_heads(weight_HAB, num_threads=self.num_threads)
+
+    def linear(self, x_TC: Tensor, weight: Linear) -> Tensor:
+        return linear.linear(x_TC, cast(packing.PackedLinear, weight), num_threads=self.num_threads)
+
+    def per_head(self, x_THA: Tensor, heads: Heads, out_THB: Tensor) -> None:
+        linear.per_head(x_THA, cast(packing.PackedHeads, heads), out_THB, num_threads=self.num_threads)
+
+    def rms_norm(self, x_TC: Tensor, weight_C: Tensor, eps: float) -> Tensor:
+        return rows.rms_norm(x_TC, weight_C, eps, num_threads=self.num_threads)
+
+    def mlp(self, x_TC: Tensor, weights: Mlp) -> Tensor:
+        return linear.mlp(x_TC, cast(packing.PackedMlp, weights), num_threads=self.num_threads)
+
+    def experts(
+        self, x_TC: Tensor, router: Linear, bias_E: Tensor | None, choice: ExpertChoice, experts_: Sequence[Mlp],
+        shared: Mlp | None,
+    ) -> Tensor:  # fmt: skip
+        ids_TK, weights_TK = experts.route(
+            x_TC, cast(packing.PackedLinear, router), bias_E, choice, num_threads=self.num_threads
+        )
+        return experts.experts(
+            x_TC, ids_TK, weights_TK, cast(Sequence[packing.PackedMlp], experts_),
+            cast(packing.PackedMlp | None, shared), num_threads=self.num_threads,
+        )  # fmt: skip
+
+    def rotate(self, x_THP: Tensor, cos_TF: Tensor, sin_TF: Tensor, out_THP: Tensor, *, interleaved: bool) -> None:
+        rows.rotate(x_THP, cos_TF, sin_TF, interleaved, out_THP, num_threads=self.num_threads)
+
+    def store_latent(
+        self, kv_TX: Tensor, norm_R: Tensor, eps: float, cos_TF: Tensor, sin_TF: Tensor, cache: LatentCache,
+        slots_T: Tensor, *, interleaved: bool,
+    ) -> None:  # fmt: skip
+        rows.store_latent(
+            kv_TX, norm_R, eps, cos_TF, sin_TF, cache, slots_T, interleaved=interleaved, num_threads=self.num_threads
+        )
+
+    def store_index_keys(
+        self, k_TD: Tensor, norm: tuple[Tensor, Tensor], cos_TF: Tensor, sin_TF: Tensor, cache: IndexCache,
+        slots_T: Tensor, *, interleaved: bool,
+    ) -> None:  # fmt: skip
+        rows.store_index_keys(
+            k_TD, norm, cos_TF, sin_TF, cache, slots_T, interleaved=interleaved, num_threads=self.num_threads
+        )
+
+    def index_queries(
+        self, q_TID: Tensor, w_TI: Tensor, cos_TF: Tensor, sin_TF: Tensor, *, interleaved: bool, quantise: bool
+    ) -> tuple[Tensor, Tensor]:
+        return rows.index_queries(
+            q_TID, w_TI, cos_TF, sin_TF, interleaved=interleaved, quantise=quantise, num_threads=self.num_threads
+        )
+
+    def index_topk(
+        self, q_TID: Tensor, w_TI: Tensor, cache: IndexCache, chunks: IndexChunks, selection_TK: Tensor,
+        workspace: Workspace,
+    ) -> None:  # fmt: skip
+        del workspace  # scores stream through registers
+        indexer.index_topk(q_TID, w_TI, cache, chunks, selection_TK, num_threads=self.num_threads)
+
+    def sparse_mla(
+        self, q_THX: Tensor, cache: LatentCache, request: RequestRows, selection_TK: Tensor, scale: float,
+        out_THR: Tensor, context_LX: Tensor | None,
+    ) -> None:  # fmt: skip
+        attention.sparse_mla(
+            q_THX, cache, request, selection_TK, scale, out_THR, context_LX=context_LX, num_threads=self.num_threads
+        )
+
+    def dense_mla(
+        self, q_THX: Tensor, cache: LatentCache, request: RequestRows, first_position: int, scale: float,
+        out_THR: Tensor,
+    ) -> None:  # fmt: skip
+        attention.dense_mla(q_THX, cache, request, first_position, scale, out_THR, num_threads=self.num_threads)
+
+    def gather_rows(self, cache: LatentCache, request: RequestRows, out_LX: Tensor) -> None:
+        attention.gather_rows(cache, request, out_LX, num_threads=self.num_threads)

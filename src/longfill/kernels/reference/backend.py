@@ -1,0 +1,127 @@
+"""The torch reference as a `Backend`: weights as stored, every operation by its definition.
+
+May import torch and the reference's files. Invariant: nothing is decided here but which function defines an operation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from longfill.kernels.interface import (
+    ExpertChoice,
+    Heads,
+    IndexCache,
+    IndexChunks,
+    LatentCache,
+    Linear,
+    Mlp,
+    RequestRows,
+    StoredLinear,
+)
+from longfill.kernels.reference import attention, indexer, linear, store
+from longfill.kernels.reference.quant import quantise_index_queries
+from longfill.kernels.workspace import Workspace
+
+
+@dataclass(frozen=True)
+class StoredHeads:
+    """One matrix a head: [H, A, B], a view of what was given."""
+
+    weight_HAB: Tensor
+
+    @property
+    def num_heads(self) -> int:
+        return self.weight_HAB.shape[0]
+
+    @property
+    def in_size(self) -> int:
+        return self.weight_HAB.shape[1]
+
+    @property
+    def out_size(self) -> int:
+        return self.weight_HAB.shape[2]
+
+
+class ReferenceBackend:
+    """Weights that it is given back were made by its own `pack` and `pack_heads`."""
+
+    copies = False
+
+    def packed_bytes(self, out_size: int, in_size: int, dtype: torch.dtype) -> int:
+        return out_size * in_size * dtype.itemsize
+
+    def pack(self, weight: StoredLinear) -> StoredLinear:
+        return weight
+
+    def pack_heads(self, weight_HAB: Tensor) -> StoredHeads:
+        return StoredHeads(weight_HAB)
+
+    def linear(self, x_TC: Tensor, weight: Linear) -> Tensor:
+        return linear.linear(x_TC, cast(StoredLinear, weight))
+
+    def per_head(self, x_THA: Tensor, heads: Heads, out_THB: Tensor) -> None:
+        weight_HAB = cast(StoredHeads, heads).weight_HAB
+        out_THB.copy_(linear.per_head(x_THA.to(weight_HAB.dtype), weight_HAB))
+
+    def rms_norm(self, x_TC: Tensor, weight_C: Tensor, eps: float) -> Tensor:
+        return linear.rms_norm(x_TC, weight_C, eps)
+
+    def mlp(self, x_TC: Tensor, weights: Mlp) -> Tensor:
+        return linear.mlp(x_TC, cast(linear.StoredMlp, weights))
+
+    def experts(
+        self, x_TC: Tensor, router: Linear, bias_E: Tensor | None, choice: ExpertChoice, experts: Sequence[Mlp],
+        shared: Mlp | None,
+    ) -> Tensor:  # fmt: skip
+        ids_TK, weights_TK = linear.route(x_TC, cast(StoredLinear, router).weight, bias_E, choice)
+        mixed_TC = linear.experts(x_TC, ids_TK, weights_TK, cast(Sequence[linear.StoredMlp], experts))
+        return mixed_TC if shared is None else mixed_TC + self.mlp(x_TC, shared)
+
+    def rotate(self, x_THP: Tensor, cos_TF: Tensor, sin_TF: Tensor, out_THP: Tensor, *, interleaved: bool) -> None:
+        out_THP.copy_(store.rotate(x_THP, cos_TF, sin_TF, interleaved))
+
+    def store_latent(
+        self, kv_TX: Tensor, norm_R: Tensor, eps: float, cos_TF: Tensor, sin_TF: Tensor, cache: LatentCache,
+        slots_T: Tensor, *, interleaved: bool,
+    ) -> None:  # fmt: skip
+        store.store_latent(kv_TX, norm_R, eps, cos_TF, sin_TF, cache, slots_T, interleaved=interleaved)
+
+    def store_index_keys(
+        self, k_TD: Tensor, norm: tuple[Tensor, Tensor], cos_TF: Tensor, sin_TF: Tensor, cache: IndexCache,
+        slots_T: Tensor, *, interleaved: bool,
+    ) -> None:  # fmt: skip
+        store.store_index_keys(k_TD, norm, cos_TF, sin_TF, cache, slots_T, interleaved=interleaved)
+
+    def index_queries(
+        self, q_TID: Tensor, w_TI: Tensor, cos_TF: Tensor, sin_TF: Tensor, *, interleaved: bool, quantise: bool
+    ) -> tuple[Tensor, Tensor]:
+        q_TID, rope_dim = q_TID.float(), 2 * cos_TF.shape[-1]
+        rotated_TIP = store.rotate(q_TID[..., :rope_dim], cos_TF, sin_TF, interleaved)
+        q_TID = torch.cat([rotated_TIP, q_TID[..., rope_dim:]], -1)
+        return quantise_index_queries(q_TID, w_TI) if quantise else (q_TID, w_TI)
+
+    def index_topk(
+        self, q_TID: Tensor, w_TI: Tensor, cache: IndexCache, chunks: IndexChunks, selection_TK: Tensor,
+        workspace: Workspace,
+    ) -> None:  # fmt: skip
+        indexer.index_topk(q_TID, w_TI, cache, chunks, selection_TK, workspace)
+
+    def sparse_mla(
+        self, q_THX: Tensor, cache: LatentCache, request: RequestRows, selection_TK: Tensor, scale: float,
+        out_THR: Tensor, context_LX: Tensor | None,
+    ) -> None:  # fmt: skip
+        out_THR.copy_(attention.sparse_mla(q_THX, cache, request, selection_TK, scale, context_LX))
+
+    def dense_mla(
+        self, q_THX: Tensor, cache: LatentCache, request: RequestRows, first_position: int, scale: float,
+        out_THR: Tensor,
+    ) -> None:  # fmt: skip
+        out_THR.copy_(attention.dense_mla(q_THX, cache, request, first_position, scale)[0])
+
+    def gather_rows(self, cache: LatentCache, request: RequestRows, out_LX: Tensor) -> None:
+        attention.gather_rows(cache, request, out_LX)
