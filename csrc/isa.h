@@ -65,6 +65,30 @@ struct TileArgs {
   bool accumulate;
 };
 
+// One vector of fp8 weights over some steps that share their scales.
+struct DecodeArgs {
+  const std::uint8_t* values;  // a step's bytes: lanes, or lanes of pairs for bf16
+  std::int64_t value_stride;   // bytes between steps
+  const float* scales[2];      // one a lane, for the first and the second value of a pair
+  bool one_scale;              // they are all the same
+  bool round_bf16;             // fp32 only: round the scaled value to bf16
+  char* out;
+  std::int64_t out_stride;
+  std::int64_t steps;
+};
+
+// What a product with packed weights does beside its multiply-adds.
+struct LinearSteps {
+  void (*widen)(const std::uint16_t* in, std::int64_t n, float* out);
+  void (*narrow)(const float* in, std::int64_t n, std::uint16_t* out);
+  // gate[i] = silu(gate[i]) * up[i]; both arrays have room for whole vectors.
+  void (*swiglu)(float* gate, const float* up, std::int64_t n);
+  // total[i] += in[i] * factor, the product rounded.
+  void (*add_scaled)(const float* in, float factor, std::int64_t n, float* total);
+  void (*decode_to_fp32)(const DecodeArgs& args);
+  void (*decode_to_bf16)(const DecodeArgs& args);  // null where tile_bf16 is
+};
+
 struct Isa {
   const char* name;
   int lanes;           // keys in a packed block
@@ -86,6 +110,7 @@ struct Isa {
   int tile_vectors;
   void (*tile_fp32)(const TileArgs& args);
   void (*tile_bf16)(const TileArgs& args);
+  LinearSteps linear;
 };
 
 // Every instruction set of this build that this machine runs, best first; the portable one is always last.

@@ -8,6 +8,7 @@
 
 #include "avx512_topk.h"
 #include "e4m3.h"
+#include "linear_steps.h"
 #include "score.h"
 #include "tile.h"
 
@@ -107,10 +108,45 @@ void unpack_block(const std::uint8_t* const* rows, int dim, char* out) {
   }
 }
 
+// The 128 magnitudes of e4m3 times one scale, as decode_to_bf16 rounds them; a value's sign comes back last.
+struct ScaledTable {
+  __m512i part[4];
+
+  explicit ScaledTable(float scale) {
+    using V = Vectors<16>;
+    for (int i = 0; i < 4; ++i) {
+      std::uint16_t rounded[32];
+      for (int half = 0; half < 32; half += 16) {
+        const auto value = V::load<V::Floats>(e4m3.as_float + 32 * i + half) * scale;
+        V::store(rounded + half, __builtin_convertvector(V::rounded(value) >> 16, V::Halves));
+      }
+      part[i] = _mm512_loadu_si512(rounded);
+    }
+  }
+};
+
+void decode_pairs(const DecodeArgs& a) {
+  if (!a.one_scale) return decode_to_bf16<16>(a);
+  const ScaledTable table(a.scales[0][0]);
+  const __m512i sign_bit = _mm512_set1_epi16(static_cast<short>(0x8000));
+  for (std::int64_t s = 0; s < a.steps; ++s) {
+    const auto* const from = reinterpret_cast<const __m256i*>(a.values + s * a.value_stride);
+    const __m512i bytes = _mm512_cvtepu8_epi16(_mm256_loadu_si256(from));
+    const __m512i small = _mm512_permutex2var_epi16(table.part[0], bytes, table.part[1]);
+    const __m512i large = _mm512_permutex2var_epi16(table.part[2], bytes, table.part[3]);
+    const __mmask32 is_large = _mm512_test_epi16_mask(bytes, _mm512_set1_epi16(0x40));
+    const __m512i magnitude = _mm512_mask_blend_epi16(is_large, small, large);
+    // magnitude ^ (bytes << 8 & sign bit)
+    const __m512i value = _mm512_ternarylogic_epi32(magnitude, _mm512_slli_epi16(bytes, 8), sign_bit, 0x78);
+    _mm512_store_si512(a.out + s * a.out_stride, value);
+  }
+}
+
 }  // namespace
 
 const Isa avx512_bf16_isa = {"avx512_bf16",     Avx512Bf16::lanes, 2,         pack_query,      unpack_block,
                              score<Avx512Bf16>, collect_avx512, keep_best<VectorSteps>, spin<Avx512Bf16>,
-                             Avx512Bf16::lanes, Avx512Bf16::tile_vectors, tile_fp32_avx512, tile<Avx512Bf16>};
+                             Avx512Bf16::lanes, Avx512Bf16::tile_vectors, tile_fp32_avx512, tile<Avx512Bf16>,
+                      linear_steps<Avx512Bf16::lanes>(decode_pairs)};
 
 }  // namespace longfill

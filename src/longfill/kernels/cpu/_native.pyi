@@ -16,3 +16,65 @@ def index_topk(
 ) -> None: ...
 def index_topk_scratch_bytes(isa: str, heads: int, dim: int, k: int, num_threads: int) -> int: ...
 def spin(isa: str, iterations: int) -> float: ...
+
+class PackedMatrix:
+    def __init__(
+        self,
+        isa: str,
+        format: str,
+        bf16: bool,
+        n: int,
+        k: int,
+        count: int,
+        data: Tensor,
+        scale: Tensor | None,
+        block: tuple[int, int],
+        bias: Tensor | None,
+    ) -> None: ...
+
+_Mlp = tuple[PackedMatrix, PackedMatrix, PackedMatrix]
+
+def pack(isa: str, format: str, bf16: bool, source: Tensor, out: Tensor, num_threads: int) -> None: ...
+def unpack(weight: PackedMatrix, first: int, last: int, out: Tensor, num_threads: int) -> None: ...
+def packed_bytes(isa: str, format: str, bf16: bool, n: int, k: int) -> int: ...
+def linear(weight: PackedMatrix, x: Tensor, out: Tensor, num_threads: int) -> None: ...
+def per_head(weight: PackedMatrix, x: Tensor, out: Tensor, num_threads: int) -> None: ...
+def mlp(weights: _Mlp, x: Tensor, out: Tensor, num_threads: int) -> None: ...
+def experts(
+    weights: Sequence[_Mlp],
+    shared: _Mlp | None,
+    ids: Tensor,
+    factors: Tensor,
+    x: Tensor,
+    out: Tensor,
+    num_threads: int,
+) -> None: ...
+def route(
+    router: PackedMatrix,
+    bias: Tensor | None,
+    scoring: str,
+    group_value: str,
+    groups: int,
+    kept_groups: int,
+    normalise: bool,
+    scale: float,
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    num_threads: int,
+) -> None: ...
+def linear_scratch_bytes(isa: str, bf16: bool, n: int, k: int, rows: int, num_threads: int) -> int: ...
+def per_head_scratch_bytes(isa: str, bf16: bool, n: int, k: int, rows: int, num_threads: int) -> int: ...
+def mlp_scratch_bytes(isa: str, bf16: bool, width: int, inner: int, rows: int, num_threads: int) -> int: ...
+def experts_scratch_bytes(
+    isa: str,
+    bf16: bool,
+    width: int,
+    inner: int,
+    shared_inner: int,
+    num_experts: int,
+    k: int,
+    rows: int,
+    num_threads: int,
+) -> int: ...
+def route_scratch_bytes(isa: str, experts: int, width: int, rows: int, num_threads: int) -> int: ...

@@ -1,0 +1,288 @@
+#include "matmul.h"
+
+#include <algorithm>
+#include <cstring>
+#include <vector>
+
+#include "threads.h"
+
+namespace longfill {
+namespace {
+
+constexpr std::int64_t kHeadRows = 192;      // rows of one head that a task takes
+constexpr std::int64_t kPackRows = 16;       // rows that a task packs
+constexpr std::int64_t kTasksPerThread = 4;  // so that the threads end together
+constexpr std::int64_t kMinPartRows = 48;    // below it a panel is better not read twice
+constexpr std::int64_t kMaxLanes = 16;
+// Of weights read once, and of multiply-adds eight at the time of one weight: about 10 us.
+constexpr std::int64_t kWorkPerThread = 128 << 10;
+
+void pack_row(const Isa& isa, int depth, const char* from, Element element, std::int64_t n, char* to) {
+  const Element wanted = depth == 2 ? Element::kBfloat16 : Element::kFloat32;
+  if (element == wanted) {
+    std::memcpy(to, from, static_cast<std::size_t>(n * bytes_of(element)));
+  } else if (element == Element::kBfloat16) {
+    isa.linear.widen(reinterpret_cast<const std::uint16_t*>(from), n, reinterpret_cast<float*>(to));
+  } else {
+    isa.linear.narrow(reinterpret_cast<const float*>(from), n, reinterpret_cast<std::uint16_t*>(to));
+  }
+  if (n % depth != 0) std::memset(to + n * 2, 0, 2);
+}
+
+// The steps from `first` on that share their scales, at most up to `last`.
+std::int64_t end_of_run(const PackedMatrix& m, std::int64_t first, std::int64_t last) {
+  const std::int64_t depth = m.layout.depth;
+  const std::int64_t block_end = ((first * depth + depth - 1) / m.block_k + 1) * m.block_k;
+  return std::min(last, std::max(first + 1, block_end / depth));
+}
+
+bool in_one_block(const PackedMatrix& m, std::int64_t first_output, std::int64_t count) {
+  return first_output / m.block_n == std::min(first_output + count - 1, m.layout.n - 1) / m.block_n;
+}
+
+// Scales of one input and `lanes` outputs; those past the last get its scale.
+void fill_scales(const PackedMatrix& m, std::int64_t first_output, std::int64_t input, float* scales) {
+  const Layout& l = m.layout;
+  const float* const of_input = m.scale + std::min(input, l.k - 1) / m.block_k;
+  const bool one_block = in_one_block(m, first_output, l.lanes);
+  for (int lane = 0; lane < l.lanes; ++lane) {
+    const std::int64_t output = one_block ? first_output : std::min(first_output + lane, l.n - 1);
+    scales[lane] = lane > 0 && one_block ? scales[0] : of_input[output / m.block_n * m.scale_stride];
+  }
+}
+
+void decode_fp8(const Isa& isa, const PackedMatrix& m, std::int64_t panel, std::int64_t first, std::int64_t last,
+                const char* from, char* to) {
+  const Layout& l = m.layout;
+  const std::int64_t column = panel * l.panel_columns();
+  const int vectors = l.vectors(panel);
+  // Where the vectors of a panel share their scales, they are decoded as one stream.
+  const int together = in_one_block(m, column, l.columns(panel)) ? vectors : 1;
+  const std::int64_t out_bytes = l.lanes * 4;
+  float scales[2][kMaxLanes];
+  DecodeArgs args;
+  args.value_stride = vectors / together * l.vector_bytes();
+  args.out_stride = vectors / together * out_bytes;
+  args.round_bf16 = m.round_bf16;
+  args.scales[0] = scales[0];
+  args.scales[1] = scales[1];
+  const auto decode = l.depth == 2 ? isa.linear.decode_to_bf16 : isa.linear.decode_to_fp32;
+  for (std::int64_t step = first, end; step < last; step = end) {
+    end = end_of_run(m, step, last);
+    args.steps = (end - step) * together;
+    const std::int64_t last_input = step * l.depth + l.depth - 1;
+    for (int v = 0; v < vectors; v += together) {
+      const std::int64_t output = column + v * l.lanes;
+      const std::int64_t vector = (step - first) * vectors + v;
+      fill_scales(m, output, step * l.depth, scales[0]);
+      fill_scales(m, output, last_input, scales[1]);
+      args.one_scale = in_one_block(m, output, l.lanes) && step * l.depth / m.block_k == last_input / m.block_k;
+      args.values = reinterpret_cast<const std::uint8_t*>(from + vector * l.vector_bytes());
+      args.out = to + vector * out_bytes;
+      decode(args);
+    }
+  }
+}
+
+// Steps [first, last) of a panel as the tiles read them: where they lie, or decoded.
+const char* readable_slice(const Isa& isa, const PackedMatrix& m, std::int64_t panel, std::int64_t first,
+                           std::int64_t last, char* decoded) {
+  const Layout& l = m.layout;
+  const std::int64_t step_bytes = l.vectors(panel) * l.vector_bytes();
+  const char* const from = m.data + l.panel_offset(panel) + first * step_bytes;
+  if (l.item_bytes * l.depth == 4) return from;
+  if (l.format == Format::kFp8) {
+    decode_fp8(isa, m, panel, first, last, from, decoded);
+  } else {
+    isa.linear.widen(reinterpret_cast<const std::uint16_t*>(from), (last - first) * step_bytes / 2,
+                     reinterpret_cast<float*>(decoded));
+  }
+  return decoded;
+}
+
+std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
+
+}  // namespace
+
+PackedRows::PackedRows(Carver& carver, const Layout& weights, std::int64_t rows_)
+    : rows(rows_),
+      slice_steps(std::min(weights.steps(), kSliceSteps)),
+      slices(ceil_div(weights.steps(), kSliceSteps)) {
+  data = carver.take<char>(slices * rows * row_bytes());
+}
+
+PanelRoom::PanelRoom(Carver& carver, const Isa& isa, std::int64_t rows) {
+  const std::int64_t columns = static_cast<std::int64_t>(isa.tile_lanes) * isa.tile_vectors;
+  sums = carver.take<float>(rows * columns);
+  decoded = carver.take<char>(kSliceSteps * columns * 4);
+}
+
+void pack_rows(const Isa& isa, const Layout& weights, const Activations& from, std::int64_t first, std::int64_t count,
+               const PackedRows& to, std::int64_t to_row) {
+  const std::int64_t slice_values = to.slice_steps * weights.depth;
+  for (std::int64_t r = 0; r < count; ++r) {
+    const std::int64_t row = from.index == nullptr ? first + r : from.index[first + r];
+    const char* const values = from.data + row * from.stride;
+    for (std::int64_t slice = 0; slice < to.slices; ++slice) {
+      const std::int64_t at = slice * slice_values;
+      pack_row(isa, weights.depth, values + at * bytes_of(from.element), from.element,
+               std::min(slice_values, weights.k - at), to.at(slice, to_row + r));
+    }
+  }
+}
+
+void pack_block(const Isa& isa, const Layout& weights, const Activations& from, std::int64_t first, std::int64_t count,
+                const PackedRows& to, int num_threads) {
+  for_tasks(num_threads, ceil_div(count, kPackRows), [&](std::int64_t task, int) {
+    const std::int64_t row = task * kPackRows;
+    pack_rows(isa, weights, from, first + row, std::min(kPackRows, count - row), to, row);
+  });
+}
+
+void multiply_panel(const Isa& isa, const PackedMatrix& matrix, std::int64_t panel, const PackedRows& rows,
+                    std::int64_t first, std::int64_t count, float* sums, char* decoded) {
+  const Layout& l = matrix.layout;
+  const auto tile = l.depth == 2 ? isa.tile_bf16 : isa.tile_fp32;
+  TileArgs args;
+  args.a_stride = rows.row_bytes();
+  args.c = sums;
+  args.c_stride = l.panel_columns();
+  args.rows = static_cast<int>(count);
+  args.vectors = l.vectors(panel);
+  for (std::int64_t slice = 0; slice < rows.slices; ++slice) {
+    const std::int64_t step = slice * kSliceSteps;
+    const std::int64_t end = std::min(step + kSliceSteps, l.steps());
+    args.a = rows.at(slice, first);
+    args.b = readable_slice(isa, matrix, panel, step, end, decoded);
+    args.steps = end - step;
+    args.accumulate = slice > 0;
+    tile(args);
+  }
+}
+
+void store_row(const Isa& isa, const float* values, std::int64_t n, Element element, char* out) {
+  if (element == Element::kFloat32) {
+    std::memcpy(out, values, static_cast<std::size_t>(n) * sizeof(float));
+  } else {
+    isa.linear.narrow(values, n, reinterpret_cast<std::uint16_t*>(out));
+  }
+}
+
+void for_panels(const Layout& weights, std::int64_t rows, int num_threads,
+                const std::function<void(std::int64_t, std::int64_t, std::int64_t, int)>& work) {
+  const std::int64_t panels = weights.panels();
+  std::int64_t parts = num_threads == 1 ? 1 : ceil_div(kTasksPerThread * num_threads, panels);
+  parts = std::clamp<std::int64_t>(parts, 1, ceil_div(rows, kMinPartRows));
+  const std::int64_t part_rows = ceil_div(ceil_div(rows, parts), kMinPartRows) * kMinPartRows;
+  parts = ceil_div(rows, part_rows);
+  for_tasks(num_threads, panels * parts, [&](std::int64_t task, int thread) {
+    const std::int64_t first = task % parts * part_rows;
+    work(task / parts, first, std::min(part_rows, rows - first), thread);
+  });
+}
+
+int useful_threads(std::int64_t rows, std::int64_t n, std::int64_t k, int num_threads) {
+  const std::int64_t work = n * k * (1 + rows / 8);
+  return static_cast<int>(std::clamp<std::int64_t>(work / kWorkPerThread, 1, num_threads));
+}
+
+namespace {
+
+struct LinearMemory {
+  PackedRows packed;
+  std::vector<PanelRoom> rooms;
+
+  LinearMemory(Carver& carver, const Isa& isa, const Layout& weights, std::int64_t rows, int num_threads)
+      : packed(carver, weights, rows) {
+    for (int t = 0; t < num_threads; ++t) rooms.emplace_back(carver, isa, rows);
+  }
+};
+
+void add_bias_and_store(const Isa& isa, const PackedMatrix& m, std::int64_t panel, std::int64_t rows, float* sums,
+                        const Output& out, std::int64_t first_row) {
+  const std::int64_t column = panel * m.layout.panel_columns();
+  const std::int64_t columns = m.layout.columns(panel);
+  for (std::int64_t r = 0; r < rows; ++r) {
+    float* const row = sums + r * m.layout.panel_columns();
+    if (m.bias != nullptr) isa.linear.add_scaled(m.bias + column, 1.0f, columns, row);
+    store_row(isa, row, columns, out.element,
+              out.data + (first_row + r) * out.stride + column * bytes_of(out.element));
+  }
+}
+
+}  // namespace
+
+void linear(const Isa& isa, const PackedMatrix& matrix, const Activations& x, std::int64_t rows, const Output& out,
+            int num_threads) {
+  const Layout& l = matrix.layout;
+  const std::int64_t block_rows = std::min(rows, kBlockRows);
+  const int threads = useful_threads(block_rows, l.n, l.k, num_threads);
+  Carver measure(nullptr);
+  LinearMemory(measure, isa, l, block_rows, threads);
+  const Bytes bytes = allocate(measure.used());
+  Carver carver(bytes.get());
+  const LinearMemory memory(carver, isa, l, block_rows, threads);
+  for (std::int64_t first = 0; first < rows; first += block_rows) {
+    const std::int64_t count = std::min(block_rows, rows - first);
+    pack_block(isa, l, x, first, count, memory.packed, threads);
+    for_panels(l, count, threads, [&](std::int64_t panel, std::int64_t row, std::int64_t part_rows, int thread) {
+      const PanelRoom& room = memory.rooms[thread];
+      multiply_panel(isa, matrix, panel, memory.packed, row, part_rows, room.sums, room.decoded);
+      add_bias_and_store(isa, matrix, panel, part_rows, room.sums, out, first + row);
+    });
+  }
+}
+
+std::int64_t linear_scratch_bytes(const Isa& isa, const Layout& weights, std::int64_t rows, int num_threads) {
+  Carver measure(nullptr);
+  LinearMemory(measure, isa, weights, std::min(rows, kBlockRows), num_threads);
+  return static_cast<std::int64_t>(measure.used());
+}
+
+namespace {
+
+struct HeadsMemory {
+  std::vector<LinearMemory> threads;
+
+  HeadsMemory(Carver& carver, const Isa& isa, const Layout& weights, std::int64_t rows, int num_threads) {
+    for (int t = 0; t < num_threads; ++t) threads.emplace_back(carver, isa, weights, std::min(rows, kHeadRows), 1);
+  }
+};
+
+}  // namespace
+
+void per_head(const Isa& isa, const PackedMatrix& first_head, const Heads& heads, const Activations& x,
+              std::int64_t rows, const Output& out, int num_threads) {
+  const Layout& l = first_head.layout;
+  const int threads = useful_threads(rows, l.n * heads.count, l.k, num_threads);
+  Carver measure(nullptr);
+  HeadsMemory(measure, isa, l, rows, threads);
+  const Bytes bytes = allocate(measure.used());
+  Carver carver(bytes.get());
+  const HeadsMemory memory(carver, isa, l, rows, threads);
+  const std::int64_t blocks = ceil_div(rows, kHeadRows);
+  for_tasks(threads, heads.count * blocks, [&](std::int64_t task, int thread) {
+    const LinearMemory& own = memory.threads[thread];
+    const PanelRoom& room = own.rooms.front();
+    const std::int64_t head = task / blocks;
+    const std::int64_t first = task % blocks * kHeadRows;
+    const std::int64_t count = std::min(kHeadRows, rows - first);
+    PackedMatrix matrix = first_head;
+    matrix.data += head * heads.head_bytes;
+    const Activations from{x.data + head * heads.x_head_stride, x.stride, x.element};
+    const Output to{out.data + head * heads.out_head_stride, out.stride, out.element};
+    pack_rows(isa, l, from, first, count, own.packed, 0);
+    for (std::int64_t panel = 0; panel < l.panels(); ++panel) {
+      multiply_panel(isa, matrix, panel, own.packed, 0, count, room.sums, room.decoded);
+      add_bias_and_store(isa, matrix, panel, count, room.sums, to, first);
+    }
+  });
+}
+
+std::int64_t per_head_scratch_bytes(const Isa& isa, const Layout& weights, std::int64_t rows, int num_threads) {
+  Carver measure(nullptr);
+  HeadsMemory(measure, isa, weights, rows, num_threads);
+  return static_cast<std::int64_t>(measure.used());
+}
+
+}  // namespace longfill

@@ -1,0 +1,97 @@
+// Products of rows with packed weights.
+//
+// Rows are taken in blocks and packed once a block, in slices of the inputs; then each thread takes panels of the weights
+// and runs through the slices. Invariant: an output is one chain of multiply-adds over the inputs in ascending order,
+// continued from slice to slice, so blocks, panels, parts and threads change no bit of it.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+
+#include "memory.h"
+#include "pack.h"
+
+namespace longfill {
+
+enum class Element { kFloat32, kBfloat16 };
+
+inline std::int64_t bytes_of(Element element) { return element == Element::kFloat32 ? 4 : 2; }
+
+constexpr std::int64_t kBlockRows = 512;   // rows packed together
+constexpr std::int64_t kSliceSteps = 128;  // a panel's slice stays in L1 beside a few rows: 32 KB at 64 columns
+
+// Row r starts at `data + (index ? index[r] : r) * stride`; its values are adjacent. Strides in bytes.
+struct Activations {
+  const char* data;
+  std::int64_t stride;
+  Element element;
+  const std::int64_t* index = nullptr;
+};
+
+struct Output {
+  char* data;
+  std::int64_t stride;
+  Element element;
+};
+
+// A block of rows as the tiles read it: slice after slice, each its rows one after the other. A step is four bytes.
+struct PackedRows {
+  char* data;
+  std::int64_t rows;
+  std::int64_t slice_steps;
+  std::int64_t slices;
+
+  PackedRows(Carver& carver, const Layout& weights, std::int64_t rows);
+  std::int64_t row_bytes() const { return 4 * slice_steps; }
+  char* at(std::int64_t slice, std::int64_t row) const { return data + (slice * rows + row) * row_bytes(); }
+};
+
+// Sums of one panel, and its fp8 or bf16 weights decoded where the tiles cannot read them as they are.
+struct PanelRoom {
+  float* sums;
+  char* decoded;
+
+  PanelRoom(Carver& carver, const Isa& isa, std::int64_t rows);
+};
+
+// Rows [first, first + count) of `from` become rows [to_row, ...) of `to`, whose weights have the layout `weights`.
+void pack_rows(const Isa& isa, const Layout& weights, const Activations& from, std::int64_t first, std::int64_t count,
+               const PackedRows& to, std::int64_t to_row);
+
+// sums[r][column] = row first + r times the panel, for `count` rows, a row `panel_columns` floats long.
+void multiply_panel(const Isa& isa, const PackedMatrix& matrix, std::int64_t panel, const PackedRows& rows,
+                    std::int64_t first, std::int64_t count, float* sums, char* decoded);
+
+// Whole vectors at `values` may be overwritten past n.
+void store_row(const Isa& isa, const float* values, std::int64_t n, Element element, char* out);
+
+// `work(panel, first row, rows, thread)` for every panel and all of `rows`, in as many parts as keep the threads busy.
+void for_panels(const Layout& weights, std::int64_t rows, int num_threads,
+                const std::function<void(std::int64_t, std::int64_t, std::int64_t, int)>& work);
+
+// pack_rows by all threads.
+void pack_block(const Isa& isa, const Layout& weights, const Activations& from, std::int64_t first, std::int64_t count,
+                const PackedRows& to, int num_threads);
+
+// At most num_threads, fewer where the work of rows [rows] x n x k does not pay for starting them.
+int useful_threads(std::int64_t rows, std::int64_t n, std::int64_t k, int num_threads);
+
+// out = rows x weights + bias.
+void linear(const Isa& isa, const PackedMatrix& matrix, const Activations& x, std::int64_t rows, const Output& out,
+            int num_threads);
+// The most bytes that `linear` allocates.
+std::int64_t linear_scratch_bytes(const Isa& isa, const Layout& weights, std::int64_t rows, int num_threads);
+
+// One product a head: head h reads x.data + h * x_head_stride and writes out.data + h * out_head_stride; its weights
+// start `head_bytes` after those of the head before.
+struct Heads {
+  std::int64_t count;
+  std::int64_t head_bytes;
+  std::int64_t x_head_stride;
+  std::int64_t out_head_stride;
+};
+void per_head(const Isa& isa, const PackedMatrix& first, const Heads& heads, const Activations& x, std::int64_t rows,
+              const Output& out, int num_threads);
+std::int64_t per_head_scratch_bytes(const Isa& isa, const Layout& weights, std::int64_t rows, int num_threads);
+
+}  // namespace longfill
