@@ -6,6 +6,7 @@
 
 #include <cstring>
 
+#include "attention_avx512_bf16.h"
 #include "avx512_topk.h"
 #include "e4m3.h"
 #include "score.h"
@@ -107,10 +108,13 @@ void unpack_block(const std::uint8_t* const* rows, int dim, char* out) {
   }
 }
 
+constexpr AttentionSteps attention = attention_steps_bf16<Avx512Bf16, 16>();
+
 }  // namespace
 
 const Isa avx512_bf16_isa = {"avx512_bf16",     Avx512Bf16::lanes, 2,         pack_query,      unpack_block,
                              score<Avx512Bf16>, collect_avx512, keep_best<VectorSteps>, spin<Avx512Bf16>,
-                             Avx512Bf16::lanes, Avx512Bf16::tile_vectors, tile_fp32_avx512, tile<Avx512Bf16>};
+                             Avx512Bf16::lanes, Avx512Bf16::tile_vectors, tile_fp32_avx512, tile<Avx512Bf16>,
+                             &attention_fp32_avx512, &attention, latent_to_fp32_avx512, latent_to_bf16_avx512};
 
 }  // namespace longfill
