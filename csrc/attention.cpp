@@ -22,7 +22,7 @@ constexpr std::int64_t kMaxColumns = 64;
 constexpr std::int64_t kMaxBlockKeys = 128;
 constexpr std::int64_t kCacheLine = 64;
 constexpr std::int64_t kMostSparseRows = 16;  // of a task, one after the other: each asks for the next one's keys
-constexpr int kRowsBetweenPrefetches = 24;  // of a product: whole groups of every tile
+constexpr std::int64_t kPackedTogether = 8;  // keys, a multiple of every depth
 
 std::int64_t round_up(std::int64_t n, std::int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 
@@ -71,31 +71,6 @@ struct Block {
   std::int64_t missing = 0;
 };
 
-// Asks for the next block's rows a few cache lines at a time while products run.
-class Prefetcher {
- public:
-  Prefetcher(const Block& block, std::int64_t row_bytes) : block_(block), row_bytes_(row_bytes) {}
-  void some(std::int64_t lines) {
-    while (lines > 0 && row_ < block_.count) {
-      const std::uint8_t* const row = block_.rows[row_];
-      if (row == nullptr || at_ >= row_bytes_) {
-        ++row_;
-        at_ = 0;
-        continue;
-      }
-      __builtin_prefetch(row + at_, 0, 2);
-      at_ += kCacheLine;
-      --lines;
-    }
-  }
-
- private:
-  const Block& block_;
-  std::int64_t row_bytes_;
-  std::int64_t row_ = 0;
-  std::int64_t at_ = 0;
-};
-
 class Kernel {
  public:
   Kernel(const AttentionSteps& steps, const AttentionCall& call, const LatentRows& keys)
@@ -123,9 +98,17 @@ class Kernel {
     std::fill(s.sums, s.sums + padded, 0.0f);
   }
 
+  void prefetch_queries(std::int64_t row, const Columns& columns) const {
+    const AttentionQueries& q = call_.queries;
+    for (std::int64_t head = columns.first_head; head < columns.first_head + columns.heads; ++head) {
+      const char* const values = q.data + row * q.row_stride + head * q.head_stride;
+      for (std::int64_t at = 0; at < width_ * (q.bf16 ? 2 : 4); at += kCacheLine) __builtin_prefetch(values + at, 0, 2);
+    }
+  }
+
   // Attention of the columns to one block of keys. `seen[r]` keys of the block are visible to row r of the columns;
   // null where every row sees all of them.
-  void add(const Columns& columns, const Block& block, const std::int64_t* seen, bool is_first, Prefetcher& next,
+  void add(const Columns& columns, const Block& block, const std::int64_t* seen, bool is_first, Prefetch& next,
            Scratch& s) const {
     decode(block, s);
     score(columns, block.count, next, s);
@@ -185,27 +168,17 @@ class Kernel {
       } else {
         std::memset(row, 0, static_cast<std::size_t>(row_bytes_));
       }
+      // While the rows are still in the first cache.
+      if ((i + 1) % kPackedTogether == 0) pack(i + 1 - kPackedTogether, i + 1, s);
     }
-    pack(0, whole, s);
+    pack(whole / kPackedTogether * kPackedTogether, whole, s);
   }
 
   void pack(std::int64_t first, std::int64_t last, Scratch& s) const {
     steps_.pack_values({s.rows, row_bytes_, first, last, widths_.value_values, steps_.block_keys, s.values});
   }
 
-  // One product in pieces, between which the next block's rows are asked for.
-  void multiply(TileArgs args, std::int64_t rows, Prefetcher& next) const {
-    while (rows > 0) {
-      args.rows = static_cast<int>(std::min<std::int64_t>(rows, kRowsBetweenPrefetches));
-      steps_.tile(args);
-      args.a += args.rows * args.a_stride;
-      args.c += args.rows * args.c_stride;
-      rows -= args.rows;
-      next.some(kLinesBetweenPieces);
-    }
-  }
-
-  void score(const Columns& columns, std::int64_t keys, Prefetcher& next, Scratch& s) const {
+  void score(const Columns& columns, std::int64_t keys, Prefetch& next, Scratch& s) const {
     const std::int64_t padded = round_up(columns.count(), steps_.lanes);
     const std::int64_t widest = static_cast<std::int64_t>(steps_.lanes) * steps_.vectors;
     const std::int64_t steps = width_ / steps_.depth;
@@ -221,7 +194,8 @@ class Kernel {
       args.steps = steps;
       args.vectors = static_cast<int>(here / steps_.lanes);
       args.accumulate = false;
-      multiply(args, keys, next);
+      args.rows = static_cast<int>(keys);
+      steps_.tile(args, next);
       tile += width_ * here * steps_.value_bytes;
     }
   }
@@ -242,7 +216,7 @@ class Kernel {
   }
 
   // Outputs of columns [first, last) += weights x values.
-  void weigh(std::int64_t first, std::int64_t last, std::int64_t keys, bool accumulate, Prefetcher& next,
+  void weigh(std::int64_t first, std::int64_t last, std::int64_t keys, bool accumulate, Prefetch& next,
              Scratch& s) const {
     const std::int64_t widest = static_cast<std::int64_t>(steps_.lanes) * steps_.vectors;
     for (std::int64_t x = 0; x < widths_.value_values; x += widest) {
@@ -256,7 +230,8 @@ class Kernel {
       args.steps = (keys + steps_.depth - 1) / steps_.depth;
       args.vectors = static_cast<int>(here / steps_.lanes);
       args.accumulate = accumulate;
-      multiply(args, last - first, next);
+      args.rows = static_cast<int>(last - first);
+      steps_.tile(args, next);
     }
   }
 
@@ -281,8 +256,6 @@ class Kernel {
     std::memset(s.rows + first * row_bytes_, 0, static_cast<std::size_t>((last - first) * row_bytes_));
     pack(first / steps_.depth * steps_.depth, round_up(last, steps_.depth), s);
   }
-
-  static constexpr std::int64_t kLinesBetweenPieces = 64;
 
   const AttentionSteps& steps_;
   const AttentionCall& call_;
@@ -374,13 +347,14 @@ void sparse_mla(const Isa& isa, const AttentionCall& call, const LatentRows& key
     for (std::int64_t row = first_row; row < last_row; ++row) {
       const Kernel::Columns columns{row, 1, first_head, heads};
       kernel.start(columns, s);
+      if (row + 1 < last_row) kernel.prefetch_queries(row + 1, columns);
       bool is_first = true;
       for (std::int64_t entry = 0; entry < selected.k; entry += steps.block_keys, now ^= 1) {
         const std::int64_t next_entry = entry + steps.block_keys;
         const bool is_last = next_entry >= selected.k;
         locate(is_last ? row + 1 : row, is_last ? 0 : next_entry, blocks[now ^ 1]);
         if (blocks[now].count == 0) continue;
-        Prefetcher next(blocks[now ^ 1], keys.layout().row_bytes());
+        Prefetch next(blocks[now ^ 1].rows, blocks[now ^ 1].count, keys.layout().row_bytes());
         kernel.add(columns, blocks[now], nullptr, is_first, next, s);
         is_first = false;
       }
@@ -413,7 +387,7 @@ void dense_mla(const Isa& isa, const AttentionCall& call, const LatentRows& keys
     locate_range(kernel, 0, end, blocks[now]);
     for (std::int64_t key = 0; key < end; key += steps.block_keys, now ^= 1) {
       locate_range(kernel, key + steps.block_keys, end, blocks[now ^ 1]);
-      Prefetcher next(blocks[now ^ 1], keys.layout().row_bytes());
+      Prefetch next(blocks[now ^ 1].rows, blocks[now ^ 1].count, keys.layout().row_bytes());
       std::int64_t seen[kMaxColumns];
       for (std::int64_t r = 0; r < columns.rows; ++r) seen[r] = std::min(blocks[now].count, position + r + 1 - key);
       const bool all_see_all = seen[0] == blocks[now].count;

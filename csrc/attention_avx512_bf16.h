@@ -65,13 +65,21 @@ LONGFILL_INLINE void e4m3_to_bf16(const std::uint8_t* in, std::int64_t count, fl
   _mm512_mask_storeu_epi16(out + 2 * i, left, decode(_mm256_maskz_loadu_epi8(left, in + i)));
 }
 
+LONGFILL_INLINE void copy_bf16(const std::uint8_t* in, std::int64_t count, char* out) {
+  std::int64_t i = 0;
+  for (; i + 32 <= count; i += 32) _mm512_storeu_si512(out + 2 * i, _mm512_loadu_si512(in + 2 * i));
+  if (i == count) return;
+  const __mmask32 left = (1u << (count - i)) - 1;
+  _mm512_mask_storeu_epi16(out + 2 * i, left, _mm512_maskz_loadu_epi16(left, in + 2 * i));
+}
+
 void latent_to_bf16_avx512(const LatentLayout& layout, const std::uint8_t* row, char* out) {
   switch (layout.format) {
     case LatentFormat::kFloat32:
       latent_to_bf16<16>(layout, row, out);
       return;
     case LatentFormat::kBfloat16:
-      std::memcpy(out, row, static_cast<std::size_t>(layout.row_bytes()));
+      copy_bf16(row, layout.width(), out);
       return;
     case LatentFormat::kFp8:
       e4m3_to_bf16(row, layout.rank, layout.scale, out);
@@ -83,8 +91,7 @@ void latent_to_bf16_avx512(const LatentLayout& layout, const std::uint8_t* row, 
         const std::int64_t count = layout.rank - first < kScaleGroup ? layout.rank - first : kScaleGroup;
         e4m3_to_bf16(row + first, count, load_as<float>(scales + 4 * (first / kScaleGroup)), out + 2 * first);
       }
-      std::memcpy(out + 2 * layout.rank, scales + 4 * layout.scale_groups(),
-                  static_cast<std::size_t>(2 * layout.rope_dim));
+      copy_bf16(scales + 4 * layout.scale_groups(), layout.rope_dim, out + 2 * layout.rank);
       return;
     }
   }

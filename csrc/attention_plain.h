@@ -14,18 +14,35 @@ namespace {
 constexpr float kNoScore = -std::numeric_limits<float>::infinity();
 constexpr int kBlockKeysFp32 = 64;
 
-// `tile` with more rows at a time where it is narrow: a product waits for the one before it in its chain.
-template <class V, int NARROW_ROWS>
-void attention_tile(const TileArgs& args) {
-  TileArgs rest = args;
-  if (args.vectors == 1) {
-    int row = 0;
-    for (; row + NARROW_ROWS <= args.rows; row += NARROW_ROWS) tile_rows<V, NARROW_ROWS, 1>(args, row);
-    rest.a += row * args.a_stride;
-    rest.c += row * args.c_stride;
-    rest.rows -= row;
+template <class V, int ROWS, int VECTORS>
+LONGFILL_INLINE int prefetching_rows(const TileArgs& args, Prefetch& next) {
+  constexpr int kSteps = ROWS * VECTORS > 16 ? 2 : 1;
+  int row = 0;
+  for (; row + ROWS <= args.rows; row += ROWS) {
+    Prefetch lines = next;
+    tile_rows<V, ROWS, VECTORS>(args, row, [&](std::int64_t step) {
+      if (step % kSteps == 0) lines.line();
+    });
+    next = lines;
   }
-  tile<V>(rest);
+  return row;
+}
+
+// `tile`, prefetching, and with more rows at a time where it is narrow: a product waits for the one before it in its
+// chain.
+template <class V, int NARROW_ROWS>
+void attention_tile(const TileArgs& args, Prefetch& next) {
+  int row = 0;
+  if (args.vectors == V::tile_vectors) {
+    row = prefetching_rows<V, V::tile_rows, V::tile_vectors>(args, next);
+  } else if (args.vectors == 1) {
+    row = prefetching_rows<V, NARROW_ROWS, 1>(args, next);
+  }
+  TileArgs rest = args;
+  rest.a += row * args.a_stride;
+  rest.c += row * args.c_stride;
+  rest.rows -= row;
+  if (rest.rows > 0) tile<V>(rest);
 }
 
 template <class V>

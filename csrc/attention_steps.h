@@ -44,6 +44,34 @@ struct Softmax {
   std::int64_t weight_bytes;  // between columns
 };
 
+// Cached rows to ask for, a cache line at a time, beside the work on those before them: requests that come faster than
+// the machine keeps in flight hold it up.
+class Prefetch {
+ public:
+  // `rows` may hold null.
+  Prefetch(const std::uint8_t* const* rows, std::int64_t count, std::int64_t row_bytes)
+      : row_(rows), end_(rows + count), row_bytes_(row_bytes) {}
+
+  void line() {
+    if (row_ == end_) return;
+    if (*row_ != nullptr) __builtin_prefetch(*row_ + at_, 0, 2);
+    at_ += kLine;
+    if (at_ < row_bytes_) return;
+    ++row_;
+    at_ = 0;
+  }
+  void rest() {
+    while (row_ != end_) line();
+  }
+
+ private:
+  static constexpr std::int64_t kLine = 64;
+  const std::uint8_t* const* row_;
+  const std::uint8_t* const* end_;
+  std::int64_t row_bytes_;
+  std::int64_t at_ = 0;
+};
+
 struct AttentionSteps {
   int lanes;
   int vectors;  // of the widest tile
@@ -51,7 +79,7 @@ struct AttentionSteps {
   int value_bytes;
   int block_keys;
   float nats;  // a unit of `largest`
-  void (*tile)(const TileArgs& args);
+  void (*tile)(const TileArgs& args, Prefetch& next);
   void (*decode)(const LatentLayout& layout, const std::uint8_t* row, char* out);
   void (*pack_queries)(const PackQueries& args);
   void (*pack_values)(const PackValues& args);
