@@ -12,6 +12,9 @@
 
 namespace longfill {
 
+struct AttentionSteps;
+struct LatentLayout;
+
 // Rows against one packed key tile: scores[row][key] = scale[key] * sum over heads of w[row][head] * relu(q . k).
 struct ScoreArgs {
   const char* queries;        // packed rows, each heads * dim values
@@ -111,6 +114,12 @@ struct Isa {
   void (*tile_fp32)(const TileArgs& args);
   void (*tile_bf16)(const TileArgs& args);
   LinearSteps linear;
+  // `attention_bf16` is null where tile_bf16 is.
+  const AttentionSteps* attention_fp32;
+  const AttentionSteps* attention_bf16;
+  // One cached row to `width` numbers, nothing written beyond them.
+  void (*latent_to_fp32)(const LatentLayout& layout, const std::uint8_t* row, char* out);
+  void (*latent_to_bf16)(const LatentLayout& layout, const std::uint8_t* row, char* out);
 };
 
 // Every instruction set of this build that this machine runs, best first; the portable one is always last.
@@ -123,6 +132,8 @@ extern const Isa portable_isa;
 extern const Isa avx2_isa;
 extern const Isa avx512_isa;
 void tile_fp32_avx512(const TileArgs& args);
+extern const AttentionSteps attention_fp32_avx512;
+void latent_to_fp32_avx512(const LatentLayout& layout, const std::uint8_t* row, char* out);
 #endif
 #ifdef LONGFILL_AVX512_BF16
 extern const Isa avx512_bf16_isa;

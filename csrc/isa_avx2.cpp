@@ -1,6 +1,7 @@
 // AVX2 with fused multiply-add: eight fp32 lanes.
 #include <immintrin.h>
 
+#include "attention_plain.h"
 #include "collect.h"
 #include "linear_steps.h"
 #include "score.h"
@@ -56,11 +57,14 @@ inline void append_vectors(const float* scores, std::int64_t n, std::int32_t fir
 
 void collect(const CollectArgs& args) { collect_rows(args, append_vectors); }
 
+constexpr AttentionSteps attention = attention_steps_fp32<Avx2, 12>();
+
 }  // namespace
 
 const Isa avx2_isa = {"avx2",      Avx2::lanes, 4,         pack_query_fp32, unpack_block_fp32<Avx2::lanes>,
                       score<Avx2>, collect,     keep_best<PlainSteps>, spin<Avx2>,
                       Avx2::lanes,  Avx2::tile_vectors, tile<Avx2>, nullptr,
-                      linear_steps<Avx2::lanes>(nullptr)};
+                      linear_steps<Avx2::lanes>(nullptr),
+                      &attention,   nullptr,     latent_to_fp32<Avx2::lanes>, latent_to_bf16<Avx2::lanes>};
 
 }  // namespace longfill

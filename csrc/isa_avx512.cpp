@@ -1,6 +1,7 @@
 // AVX-512 without bf16: sixteen fp32 lanes.
 #include <immintrin.h>
 
+#include "attention_plain.h"
 #include "avx512_topk.h"
 #include "linear_steps.h"
 #include "score.h"
@@ -40,10 +41,15 @@ struct Avx512 {
 }  // namespace
 
 void tile_fp32_avx512(const TileArgs& args) { tile<Avx512>(args); }
+const AttentionSteps attention_fp32_avx512 = attention_steps_fp32<Avx512, 16>();
+void latent_to_fp32_avx512(const LatentLayout& layout, const std::uint8_t* row, char* out) {
+  latent_to_fp32<Avx512::lanes>(layout, row, out);
+}
 
 const Isa avx512_isa = {"avx512",      Avx512::lanes,  4,         pack_query_fp32, unpack_block_fp32<Avx512::lanes>,
                         score<Avx512>, collect_avx512, keep_best<VectorSteps>, spin<Avx512>,
                         Avx512::lanes,  Avx512::tile_vectors, tile_fp32_avx512, nullptr,
-                      linear_steps<Avx512::lanes>(nullptr)};
+                      linear_steps<Avx512::lanes>(nullptr),
+                        &attention_fp32_avx512, nullptr, latent_to_fp32_avx512, latent_to_bf16<Avx512::lanes>};
 
 }  // namespace longfill

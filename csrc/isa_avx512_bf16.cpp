@@ -6,6 +6,7 @@
 
 #include <cstring>
 
+#include "attention_avx512_bf16.h"
 #include "avx512_topk.h"
 #include "e4m3.h"
 #include "linear_steps.h"
@@ -141,12 +142,14 @@ void decode_pairs(const DecodeArgs& a) {
     _mm512_store_si512(a.out + s * a.out_stride, value);
   }
 }
+constexpr AttentionSteps attention = attention_steps_bf16<Avx512Bf16, 16>();
 
 }  // namespace
 
 const Isa avx512_bf16_isa = {"avx512_bf16",     Avx512Bf16::lanes, 2,         pack_query,      unpack_block,
                              score<Avx512Bf16>, collect_avx512, keep_best<VectorSteps>, spin<Avx512Bf16>,
                              Avx512Bf16::lanes, Avx512Bf16::tile_vectors, tile_fp32_avx512, tile<Avx512Bf16>,
-                      linear_steps<Avx512Bf16::lanes>(decode_pairs)};
+                      linear_steps<Avx512Bf16::lanes>(decode_pairs),
+                             &attention_fp32_avx512, &attention, latent_to_fp32_avx512, latent_to_bf16_avx512};
 
 }  // namespace longfill

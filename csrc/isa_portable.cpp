@@ -1,6 +1,7 @@
 // Four lanes of the compiler's own vector type: NEON on arm64, SSE2 on x86-64, plain code elsewhere.
 #include <cstring>
 
+#include "attention_plain.h"
 #include "collect.h"
 #include "linear_steps.h"
 #include "score.h"
@@ -53,12 +54,16 @@ struct Portable {
 
 void collect(const CollectArgs& args) { collect_rows(args, append_each); }
 
+constexpr AttentionSteps attention = attention_steps_fp32<Portable, 8>();
+
 }  // namespace
 
 const Isa portable_isa = {"portable",      Portable::lanes, 4,
                           pack_query_fp32, unpack_block_fp32<Portable::lanes>,
                           score<Portable>, collect,         keep_best<PlainSteps>,
                           spin<Portable>,  Portable::lanes,  Portable::tile_vectors, tile<Portable>,  nullptr,
-                      linear_steps<Portable::lanes>(nullptr)};
+                      linear_steps<Portable::lanes>(nullptr),
+                          &attention,      nullptr,         latent_to_fp32<Portable::lanes>,
+                          latent_to_bf16<Portable::lanes>};
 
 }  // namespace longfill

@@ -10,8 +10,9 @@
 namespace longfill {
 namespace {
 
-template <class V, int ROWS, int VECTORS>
-LONGFILL_INLINE void tile_rows(const TileArgs& t, int row) {
+// `beside(step)` runs beside the products of every step.
+template <class V, int ROWS, int VECTORS, class Beside>
+LONGFILL_INLINE void tile_rows(const TileArgs& t, int row, const Beside& beside) {
   const char* const a = t.a + row * t.a_stride;
   float* const c = t.c + row * t.c_stride;
   typename V::Float sum[ROWS][VECTORS];
@@ -26,9 +27,15 @@ LONGFILL_INLINE void tile_rows(const TileArgs& t, int row) {
       const typename V::Keys x = V::broadcast(a + r * t.a_stride + s * V::pair_bytes);
       LONGFILL_UNROLL for (int v = 0; v < VECTORS; ++v) sum[r][v] = V::dot(sum[r][v], x, column[v]);
     }
+    beside(s);
   }
   LONGFILL_UNROLL for (int r = 0; r < ROWS; ++r)
     LONGFILL_UNROLL for (int v = 0; v < VECTORS; ++v) V::store(c + r * t.c_stride + v * V::lanes, sum[r][v]);
+}
+
+template <class V, int ROWS, int VECTORS>
+LONGFILL_INLINE void tile_rows(const TileArgs& t, int row) {
+  tile_rows<V, ROWS, VECTORS>(t, row, [](std::int64_t) {});
 }
 
 // The rows left over after whole groups; `left` <= LEFT.
