@@ -2,6 +2,7 @@
 #include <cstring>
 
 #include "collect.h"
+#include "rows_steps.h"
 #include "score.h"
 #include "tile.h"
 #include "topk.h"
@@ -57,6 +58,7 @@ void collect(const CollectArgs& args) { collect_rows(args, append_each); }
 const Isa portable_isa = {"portable",      Portable::lanes, 4,
                           pack_query_fp32, unpack_block_fp32<Portable::lanes>,
                           score<Portable>, collect,         keep_best<PlainSteps>,
-                          spin<Portable>,  Portable::lanes,  Portable::tile_vectors, tile<Portable>,  nullptr};
+                          spin<Portable>,  Portable::lanes,  Portable::tile_vectors, tile<Portable>,  nullptr,
+                          &row_steps};
 
 }  // namespace longfill
