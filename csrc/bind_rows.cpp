@@ -65,6 +65,13 @@ ConstRows readable(const Array& x) {
   return {reinterpret_cast<const char*>(x.data()), byte_stride(x, 0)};
 }
 
+template <class Array>
+void require_packed(const Array& x) {
+  std::int64_t expected = 1;
+  for (std::size_t axis = x.ndim(); axis-- > 0; expected *= signed_size(x.shape(axis)))
+    require(x.shape(axis) <= 1 || x.stride(axis) == expected, "what is returned must be contiguous");
+}
+
 // Rows that are written must not share memory: two threads may have them.
 template <class Array>
 Rows writable(Array& x) {
@@ -202,12 +209,11 @@ void index_queries_py(const std::string& isa_name, const ConstValues2& queries, 
   require(signed_size(queries.shape(1)) == heads * dim, "a row must hold all heads");
   require(signed_size(weights.shape(0)) == rows && signed_size(weights.shape(1)) == heads,
           "weights must be [rows, heads]");
-  require(signed_size(out_queries.shape(0)) == rows && out_queries.stride(0) == heads * dim &&
-              out_queries.stride(1) == dim && out_queries.stride(2) == 1,
-          "the queries returned must be contiguous");
-  require(signed_size(out_weights.shape(0)) == rows && signed_size(out_weights.shape(1)) == heads &&
-              out_weights.stride(0) == heads && out_weights.stride(1) == 1,
-          "the weights returned must be contiguous");
+  require(signed_size(out_queries.shape(0)) == rows && signed_size(out_weights.shape(0)) == rows &&
+              signed_size(out_weights.shape(1)) == heads,
+          "what is returned must be [rows, heads, dim] and [rows, heads]");
+  require_packed(out_queries);
+  require_packed(out_weights);
   const IndexQueriesArgs args{type_of(queries), readable(queries), readable(weights), weight_scale,
                               rotation,         heads,             dim,               quantise,
                               out_queries.data(), out_weights.data()};

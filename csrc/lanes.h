@@ -56,82 +56,88 @@ template <>
 LONGFILL_INLINE Floats rounded<Bf16>(Floats v) {
   const Ints bits = (Ints)v;
   // Carries out of a NaN's mantissa would leave a number: it gets a high mantissa bit instead.
-  const Ints nearest = (bits & kMagnitude) > kInfinity ? bits | 0x400000 : bits + 0x7fff + ((bits >> 16) & 1);
+  const Ints nearest = v != v ? bits | 0x400000 : bits + 0x7fff + ((bits >> 16) & 1);
   return (Floats)(nearest & ~0xffff);
 }
 
+// Of values that are rounded to the memory's type already.
 LONGFILL_INLINE void to_memory(float* p, Floats v) { std::memcpy(p, &v, sizeof v); }
 LONGFILL_INLINE void to_memory(Bf16* p, Floats v) {
-  const Shorts halves = __builtin_convertvector((Ints)rounded<Bf16>(v) >> 16, Shorts);
+  const Shorts halves = __builtin_convertvector((Ints)v >> 16, Shorts);
   std::memcpy(p, &halves, sizeof halves);
 }
 
-// Fewer than sixteen values; the other lanes are zero. Out of line: whole vectors are what the loops are made for.
-template <class T>
-__attribute__((noinline)) void load_few(const T* p, std::int64_t count, Floats* out) {
-  T few[kLanes] = {};
-  for (std::int64_t i = 0; i < count; ++i) few[i] = p[i];
-  *out = from_memory(few);
-}
-template <class T>
-__attribute__((noinline)) void store_few(T* p, const Floats* v, std::int64_t count) {
-  T few[kLanes];
-  to_memory(few, *v);
-  for (std::int64_t i = 0; i < count; ++i) p[i] = few[i];
-}
-
-// The next sixteen values, or the `left` that there are.
-template <class T>
-LONGFILL_INLINE Floats load(const T* p, std::int64_t left) {
-  if (left >= kLanes) return from_memory(p);
-  Floats v;
-  load_few(p, left, &v);
-  return v;
-}
-template <class T>
-LONGFILL_INLINE void store(T* p, Floats v, std::int64_t left) {
-  if (left >= kLanes) return to_memory(p, v);
-  store_few(p, &v, left);
-}
-
-// A sum over a row in one fixed order: value i goes to lane i % 64, then halves are added to halves.
-struct Sum {
-  static constexpr int kVectors = 4;
-  static constexpr int kValues = kVectors * kLanes;
-  Floats lanes[kVectors] = {};
-
-  LONGFILL_INLINE float total() const {
-    float t[kLanes];
-    to_memory(t, (lanes[0] + lanes[2]) + (lanes[1] + lanes[3]));
-    for (int width = kLanes / 2; width > 0; width /= 2)
-      for (int i = 0; i < width; ++i) t[i] += t[i + width];
-    return t[0];
-  }
+// How many of a vector's lanes hold values: all of them in a loop, fewer once behind it.
+struct Whole {};
+struct Part {
+  std::int64_t count;
 };
 
-// The sum of term(first index, values left) over [0, n), whose lanes beyond the values must be zero.
+// body(first index, Whole or Part) for the values [0, n), sixteen at a time.
+template <class Body>
+LONGFILL_INLINE void for_vectors(std::int64_t n, Body body) {
+  std::int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) body(i, Whole{});
+  if (i < n) body(i, Part{n - i});
+}
+
+template <class T>
+LONGFILL_INLINE Floats load(const T* p, Whole) {
+  return from_memory(p);
+}
+// The lanes without a value are zero.
+template <class T>
+LONGFILL_INLINE Floats load(const T* p, Part part) {
+  T few[kLanes] = {};
+  for (std::int64_t i = 0; i < part.count; ++i) few[i] = p[i];
+  return from_memory(few);
+}
+
+template <class T>
+LONGFILL_INLINE void store(T* p, Floats v, Whole) {
+  to_memory(p, v);
+}
+template <class T>
+LONGFILL_INLINE void store(T* p, Floats v, Part part) {
+  T few[kLanes];
+  to_memory(few, v);
+  for (std::int64_t i = 0; i < part.count; ++i) p[i] = few[i];
+}
+
+// The sum of term(first index, Whole or Part) over [0, n), in one fixed order: value i goes to lane i % 64, then halves
+// are added to halves. Lanes without a value must be zero.
 template <class Term>
 LONGFILL_INLINE float sum_over(std::int64_t n, Term term) {
-  Sum sum;
+  constexpr int vectors = 4;
+  Floats sum[vectors] = {};
   std::int64_t i = 0;
-  for (; i + Sum::kValues <= n; i += Sum::kValues)
-    LONGFILL_UNROLL for (int v = 0; v < Sum::kVectors; ++v) sum.lanes[v] += term(i + v * kLanes, std::int64_t{kLanes});
-  LONGFILL_UNROLL for (int v = 0; v < Sum::kVectors; ++v)
-    if (i + v * kLanes < n) sum.lanes[v] += term(i + v * kLanes, n - i - v * kLanes);
-  return sum.total();
+  for (; i + vectors * kLanes <= n; i += vectors * kLanes)
+    LONGFILL_UNROLL for (int v = 0; v < vectors; ++v) sum[v] += term(i + v * kLanes, Whole{});
+  LONGFILL_UNROLL for (int v = 0; v < vectors; ++v, i += kLanes) {
+    if (i + kLanes <= n) {
+      sum[v] += term(i, Whole{});
+    } else if (i < n) {
+      sum[v] += term(i, Part{n - i});
+    }
+  }
+  float t[kLanes];
+  to_memory(t, (sum[0] + sum[2]) + (sum[1] + sum[3]));
+  for (int width = kLanes / 2; width > 0; width /= 2)
+    for (int j = 0; j < width; ++j) t[j] += t[j + width];
+  return t[0];
 }
 
 // Largest magnitude of a row as bits: as integers NaN lies above infinity, so a NaN is never lost.
 LONGFILL_INLINE std::int32_t largest_magnitude(const float* x, std::int64_t n) {
   Ints most{};
-  for (std::int64_t i = 0; i < n; i += kLanes) {
-    const Ints magnitude = (Ints)load(x + i, n - i) & kMagnitude;
+  for_vectors(n, [&](std::int64_t i, auto some) {
+    const Ints magnitude = (Ints)load(x + i, some) & kMagnitude;
     most = magnitude > most ? magnitude : most;
-  }
+  });
   std::int32_t m[kLanes];
   std::memcpy(m, &most, sizeof m);
   for (int width = kLanes / 2; width > 0; width /= 2)
-    for (int i = 0; i < width; ++i) m[i] = m[i + width] > m[i] ? m[i + width] : m[i];
+    for (int j = 0; j < width; ++j) m[j] = m[j + width] > m[j] ? m[j + width] : m[j];
   return m[0];
 }
 

@@ -55,13 +55,21 @@ LONGFILL_INLINE float pow2_scale(std::int32_t amax_bits, float floor) {
   return scale;
 }
 
+LONGFILL_INLINE void store_bytes(std::uint8_t* p, Chars bytes, Whole) { std::memcpy(p, &bytes, sizeof bytes); }
+LONGFILL_INLINE void store_bytes(std::uint8_t* p, Chars bytes, Part part) {
+  for (std::int64_t i = 0; i < part.count; ++i) p[i] = bytes[i];
+}
+
 // Multiplying by the inverse of a power of two is as exact as dividing by it.
 LONGFILL_INLINE void quantise(const float* x, std::int64_t n, float scale, std::uint8_t* out) {
   const float inverse = 1.0f / scale;
-  for (std::int64_t i = 0; i < n; i += kLanes) {
-    const Chars bytes = e4m3_bytes(load(x + i, n - i) * inverse);
-    std::memcpy(out + i, &bytes, n - i < kLanes ? n - i : kLanes);
-  }
+  for_vectors(n, [&](std::int64_t i, auto some) { store_bytes(out + i, e4m3_bytes(load(x + i, some) * inverse), some); });
+}
+
+// The same in place and as fp32 values, without the scale.
+LONGFILL_INLINE void quantise_values(float* x, std::int64_t n, float scale) {
+  const float inverse = 1.0f / scale;
+  for_vectors(n, [&](std::int64_t i, auto some) { store(x + i, e4m3_values(load(x + i, some) * inverse), some); });
 }
 
 }  // namespace

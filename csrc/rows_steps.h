@@ -22,7 +22,7 @@ LONGFILL_INLINE T* row_of(const Rows& rows, std::int64_t row) {
 
 template <class From, class To>
 LONGFILL_INLINE void convert(const From* x, std::int64_t n, To* out) {
-  for (std::int64_t i = 0; i < n; i += kLanes) store(out + i, load(x + i, n - i), n - i);
+  for_vectors(n, [&](std::int64_t i, auto some) { store(out + i, rounded<To>(load(x + i, some)), some); });
 }
 
 // In place. Plain loops: the compiler turns them into vectors, and elementwise arithmetic has the same bits either way.
@@ -52,8 +52,8 @@ LONGFILL_INLINE float inverse_root(float mean, float eps) { return 1.0f / __buil
 
 template <class T>
 LONGFILL_INLINE float rms_factor(const T* x, std::int64_t n, float eps) {
-  const float sum = sum_over(n, [&](std::int64_t i, std::int64_t left) {
-    const Floats v = load(x + i, left);
+  const float sum = sum_over(n, [&](std::int64_t i, auto some) {
+    const Floats v = load(x + i, some);
     return v * v;
   });
   return inverse_root(sum / static_cast<float>(n), eps);
@@ -62,21 +62,21 @@ LONGFILL_INLINE float rms_factor(const T* x, std::int64_t n, float eps) {
 // residual += x; the factor of the sum as it is stored.
 template <class T>
 LONGFILL_INLINE float add_and_rms_factor(const T* x, T* residual, std::int64_t n, float eps) {
-  const float sum = sum_over(n, [&](std::int64_t i, std::int64_t left) {
-    const Floats v = rounded<T>(load(residual + i, left) + load(x + i, left));
-    store(residual + i, v, left);
+  const float sum = sum_over(n, [&](std::int64_t i, auto some) {
+    const Floats v = rounded<T>(load(residual + i, some) + load(x + i, some));
+    store(residual + i, v, some);
     return v * v;
   });
   return inverse_root(sum / static_cast<float>(n), eps);
 }
 
-// Rounded to T before the weight and after it, as Llama does.
+// Rounded to T before the weight and, in memory of To as well, after it: as Llama does.
 template <class T, class To>
 LONGFILL_INLINE void scale_by(const T* x, const T* weight, float factor, std::int64_t n, To* out) {
-  for (std::int64_t i = 0; i < n; i += kLanes) {
-    const Floats scaled = rounded<T>(load(x + i, n - i) * factor);
-    store(out + i, rounded<T>(scaled * load(weight + i, n - i)), n - i);
-  }
+  for_vectors(n, [&](std::int64_t i, auto some) {
+    const Floats scaled = rounded<T>(load(x + i, some) * factor);
+    store(out + i, rounded<T>(scaled * load(weight + i, some)), some);
+  });
 }
 
 template <class T>
@@ -127,8 +127,7 @@ void store_latent_rows(const StoreLatentArgs& a, std::int64_t first, std::int64_
     scale_by(kv, norm, rms_factor(kv, a.rank, a.eps), a.rank, latent);
     convert(kv + a.rank, rope_dim, rope);
     rotate_values(rope, a.rotation, row);
-    for (std::int64_t i = 0; i < rope_dim; i += kLanes)
-      store(rope + i, rounded<T>(load(rope + i, rope_dim - i)), rope_dim - i);
+    for_vectors(rope_dim, [&](std::int64_t i, auto some) { store(rope + i, rounded<T>(load(rope + i, some)), some); });
     char* const out = a.cache.at(a.slots[row]);
     switch (a.format) {
       case LatentFormat::kFloat32: store_parts<float>(latent, a.rank, rope, rope_dim, out); break;
@@ -145,14 +144,12 @@ void store_latent_rows(const StoreLatentArgs& a, std::int64_t first, std::int64_
 // out = (x - mean) / standard deviation * weight + bias.
 template <class T>
 LONGFILL_INLINE void layer_norm(const T* x, const float* weight, const float* bias, std::int64_t n, float* out) {
-  const float mean =
-      sum_over(n, [&](std::int64_t i, std::int64_t left) { return load(x + i, left); }) / static_cast<float>(n);
-  for (std::int64_t i = 0; i < n; i += kLanes) store(out + i, load(x + i, n - i) - mean, n - i);
+  const float mean = sum_over(n, [&](std::int64_t i, auto some) { return load(x + i, some); }) / static_cast<float>(n);
+  for_vectors(n, [&](std::int64_t i, auto some) { store(out + i, load(x + i, some) - mean, some); });
   const float factor = rms_factor(out, n, kIndexNormEps);
-  for (std::int64_t i = 0; i < n; i += kLanes) {
-    const std::int64_t left = n - i;
-    store(out + i, load(out + i, left) * factor * load(weight + i, left) + load(bias + i, left), left);
-  }
+  for_vectors(n, [&](std::int64_t i, auto some) {
+    store(out + i, load(out + i, some) * factor * load(weight + i, some) + load(bias + i, some), some);
+  });
 }
 
 template <class T>
@@ -171,14 +168,6 @@ void store_index_key_rows(const StoreIndexKeysArgs& a, std::int64_t first, std::
   }
 }
 
-// To e4m3 values as fp32, in place; returns the scale they have lost.
-LONGFILL_INLINE float quantise_in_place(float* x, std::int64_t n, float floor) {
-  const float scale = pow2_scale(largest_magnitude(x, n), floor);
-  const float inverse = 1.0f / scale;
-  for (std::int64_t i = 0; i < n; i += kLanes) store(x + i, e4m3_values(load(x + i, n - i) * inverse), n - i);
-  return scale;
-}
-
 template <class T>
 void index_query_rows(const IndexQueriesArgs& a, std::int64_t first, std::int64_t last) {
   for (std::int64_t row = first; row < last; ++row) {
@@ -189,7 +178,11 @@ void index_query_rows(const IndexQueriesArgs& a, std::int64_t first, std::int64_
       float weight = w[head] * a.weight_scale;
       convert(q + head * a.dim, a.dim, out);
       rotate_values(out, a.rotation, row);
-      if (a.quantise) weight *= quantise_in_place(out, a.dim, kIndexQueryFloor);
+      if (a.quantise) {
+        const float scale = pow2_scale(largest_magnitude(out, a.dim), kIndexQueryFloor);
+        quantise_values(out, a.dim, scale);
+        weight *= scale;
+      }
       a.out_weights[row * a.heads + head] = weight;
     }
   }
