@@ -91,6 +91,7 @@ struct LinearSteps {
   void (*decode_to_fp32)(const DecodeArgs& args);
   void (*decode_to_bf16)(const DecodeArgs& args);  // null where tile_bf16 is
 };
+struct RowSteps;  // rows.h
 
 struct Isa {
   const char* name;
@@ -120,6 +121,7 @@ struct Isa {
   // One cached row to `width` numbers, nothing written beyond them.
   void (*latent_to_fp32)(const LatentLayout& layout, const std::uint8_t* row, char* out);
   void (*latent_to_bf16)(const LatentLayout& layout, const std::uint8_t* row, char* out);
+  const RowSteps* rows;
 };
 
 // Every instruction set of this build that this machine runs, best first; the portable one is always last.

@@ -1,0 +1,537 @@
+"""The native row operations against the torch reference, and against themselves under every way to cut the work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.kernels.caches import random
+from tests.native import needs_native
+from torch import Tensor
+
+from longfill.cache.formats import INDEX_FORMATS, LATENT_FORMATS, index_value_bytes, latent_row_bytes
+from longfill.kernels.cpu import isa_names, rows
+from longfill.kernels.interface import IndexCache, LatentCache
+from longfill.kernels.reference import linear, quant, store
+
+pytestmark = needs_native
+
+every_isa = pytest.mark.parametrize("isa", isa_names())
+both_dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+both_layouts = pytest.mark.parametrize("interleaved", [True, False])
+
+WIDTHS = [1, 2, 15, 16, 17, 31, 33, 63, 64, 65, 79, 100, 127, 128, 129, 257, 6144]
+STEP = {torch.float32: 2.0**-22, torch.bfloat16: 2.0**-7}
+"""What one rounding that falls the other way is worth, relative to a value."""
+NAN, INF = float("nan"), float("inf")
+
+
+def tables(num_rows: int, pairs: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Cosines and sines with YaRN's factor, as views with more behind every row."""
+    angles = 100 * random(num_rows, pairs + 3, seed=seed)
+    return 1.2 * angles.cos()[:, :pairs], 1.2 * angles.sin()[:, :pairs]
+
+
+def strided(x: Tensor) -> Tensor:
+    """The same values in rows that lie further apart, with NaN between."""
+    wide = torch.full((*x.shape[:-1], x.shape[-1] + 5), NAN, dtype=x.dtype)
+    view = wide[..., 2:-3]
+    view.copy_(x)
+    return view
+
+
+def bits(x: Tensor) -> Tensor:
+    return x.contiguous().view(torch.uint8)
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(bits(a), bits(b))
+
+
+def unit_rows(num_rows: int, width: int, dtype: torch.dtype) -> Tensor:
+    """Rows of +1 and -1: their root mean square is 1 in every order of summation."""
+    return random(num_rows, width, seed=5).sign().to(dtype)
+
+
+# --- norms
+
+
+@every_isa
+@both_dtypes
+@pytest.mark.parametrize("width", WIDTHS)
+def test_rms_norm_is_the_references(isa: str, dtype: torch.dtype, width: int) -> None:
+    x = (random(7, width) * torch.exp2(4 * random(7, 1, seed=1))).to(dtype)
+    weight = random(width, seed=2).to(dtype)
+    got = rows.rms_norm(strided(x), weight, 1e-6, num_threads=2, isa=isa)
+    torch.testing.assert_close(got, linear.rms_norm(x, weight, 1e-6), rtol=2 * STEP[dtype], atol=0)
+    # With exact sums every bit is fixed.
+    x = unit_rows(7, width, dtype)
+    assert same(rows.rms_norm(x, weight, 1e-5, num_threads=1, isa=isa), linear.rms_norm(x, weight, 1e-5))
+
+
+@every_isa
+@both_dtypes
+@pytest.mark.parametrize("width", WIDTHS)
+def test_add_rms_norm_is_the_references(isa: str, dtype: torch.dtype, width: int) -> None:
+    x, residual = random(7, width).to(dtype), strided(random(7, width, seed=1).to(dtype))
+    weight = random(width, seed=2).to(dtype)
+    before = residual.clone()
+    got = rows.add_rms_norm(x, residual, weight, 1e-6, num_threads=2, isa=isa)
+    assert same(residual, before + x)
+    assert same(got, rows.rms_norm(residual, weight, 1e-6, num_threads=1, isa=isa))
+
+
+@both_dtypes
+def test_the_norm_may_replace_its_input(dtype: torch.dtype) -> None:
+    x, weight = random(5, 40).to(dtype), random(40, seed=1).to(dtype)
+    expected = rows.rms_norm(x, weight, 1e-6, num_threads=1)
+    assert rows.rms_norm(x, weight, 1e-6, num_threads=1, out=x) is x
+    assert same(x, expected)
+
+
+# --- rotary embedding
+
+
+@every_isa
+@both_dtypes
+@both_layouts
+@pytest.mark.parametrize("pairs", [1, 2, 7, 8, 15, 16, 17, 32])
+def test_rotate_is_the_references_bit_for_bit(isa: str, dtype: torch.dtype, interleaved: bool, pairs: int) -> None:
+    heads = torch.full((5, 3, 2 * pairs + 9), NAN, dtype=dtype)
+    heads[..., 9:] = random(5, 3, 2 * pairs).to(dtype)
+    out = torch.full((5, 3, 2 * pairs + 20), 7.0, dtype=dtype)
+    cos, sin = tables(5, pairs)
+    rows.rotate(heads[..., 9:], cos, sin, interleaved, out[..., 20:], num_threads=2, isa=isa)
+    assert same(out[..., 20:], store.rotate(heads[..., 9:], cos, sin, interleaved))
+    assert (out[..., :20] == 7).all()
+    rows.rotate(heads[..., 9:], cos, sin, interleaved, heads[..., 9:], num_threads=1, isa=isa)
+    assert same(out[..., 20:], heads[..., 9:])
+
+
+# --- rounding to e4m3, through the rotary part of a latent row, which no norm touches
+
+
+def as_e4m3(x: Tensor, scale: float, isa: str) -> Tensor:
+    """e4m3 bytes [N] of finite fp32 values [N]: first of pairs with 1, which angle 0 leaves alone, even -0."""
+    per_row = 16
+    values = torch.cat([x, x.new_zeros(-len(x) % per_row)]).view(-1, per_row, 1)
+    kv = torch.cat([values, torch.ones_like(values)], -1).flatten(1)
+    num_rows = len(kv)
+    cache = LatentCache(torch.zeros(num_rows, 1, 33, dtype=torch.uint8), "fp8", 1, 32, 1.0, scale)
+    rows.store_latent(
+        torch.cat([torch.ones(num_rows, 1), kv], 1), torch.ones(1), 0.0,
+        torch.ones(num_rows, 16), torch.zeros(num_rows, 16), cache, torch.arange(num_rows),
+        interleaved=True, num_threads=1, isa=isa,
+    )  # fmt: skip
+    return cache.rows_NBX[:, 0, 1::2].flatten()[: len(x)]
+
+
+def edges() -> Tensor:
+    """Every value, every midpoint of two neighbours, what lies beside either, and what no format likes."""
+    values = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    middles = (values[1:] + values[:-1]) / 2
+    exact = torch.cat([values, middles, torch.tensor([448.0, 456.0, 464.0, 480.0, 1e9, 3.4e38, 1e-30, 1e-40, 1e-45])])
+    beside = [torch.nextafter(exact, torch.tensor(toward)) for toward in (INF, 0.0)]
+    positive = torch.cat([exact, *beside, torch.tensor([INF])])
+    return torch.cat([positive, -positive])
+
+
+@every_isa
+@pytest.mark.parametrize("scale", [1.0, 2.0**-7, 2.0**20])
+def test_every_boundary_of_e4m3(isa: str, scale: float) -> None:
+    # The rotation would make NaN of infinity: that has a test of its own.
+    x = edges() * scale
+    x = x[x.isfinite()]
+    assert same(as_e4m3(x, scale, isa), quant.to_e4m3(x / scale))
+
+
+@every_isa
+def test_e4m3_of_what_is_not_finite(isa: str) -> None:
+    """In a query behind its rotary part: infinity saturates, NaN stays, and numbers beside them are rounded."""
+    q = torch.zeros(3, 32)
+    q[0, 16:19] = torch.tensor([1.0, INF, -INF])
+    q[1, 16:19] = torch.tensor([-3.0, NAN, 5e8])
+    q[2, 16:19] = torch.tensor([1e-7, -1e-8, 0.0])
+    cos, sin, w = torch.ones(3, 8), torch.zeros(3, 8), random(3, 1)
+    got = rows.index_queries(q, w, cos, sin, interleaved=True, quantise=True, w_scale=1.0, num_threads=1, isa=isa)
+    expected = quant.quantise_index_queries(q.view(3, 1, 32), w)
+    assert torch.equal(got[0].nan_to_num(nan=-7.0), expected[0].nan_to_num(nan=-7.0))
+    assert same(got[1], expected[1])
+    assert got[0][0, 0, 17:19].tolist() == [448.0, -448.0]
+    assert got[0][1, 0].isnan().sum() == 1
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=40))
+def test_e4m3_of_any_floats(values: list[float]) -> None:
+    x = torch.tensor(values)
+    for isa in isa_names():
+        assert same(as_e4m3(x, 1.0, isa), quant.to_e4m3(x))
+
+
+# --- latent rows
+
+
+def latent_cache(cache_format: str, rank: int, rope_dim: int, pages: int = 4, page_size: int = 5) -> LatentCache:
+    """Rows inside larger records of NaN bytes."""
+    row_bytes = latent_row_bytes(cache_format, rank, rope_dim)
+    records = torch.full((pages, 12 + page_size * row_bytes + 8), 0xFF, dtype=torch.uint8)
+    rows_NBX = records[:, 12:-8].unflatten(1, (page_size, row_bytes))
+    return LatentCache(rows_NBX, cache_format, rank, rope_dim, 2.0**-5, 2.0**-3)
+
+
+def slots(num_rows: int, seed: int = 0) -> Tensor:
+    return torch.randperm(20, generator=torch.Generator().manual_seed(seed))[:num_rows]
+
+
+LATENT_SHAPES = [(512, 64), (128, 32), (132, 4), (16, 8), (252, 20), (128, 128), (260, 60)]
+
+
+@every_isa
+@both_dtypes
+@both_layouts
+@pytest.mark.parametrize("cache_format", LATENT_FORMATS)
+@pytest.mark.parametrize(("rank", "rope_dim"), LATENT_SHAPES)
+def test_store_latent_writes_the_references_bytes(
+    isa: str, dtype: torch.dtype, interleaved: bool, cache_format: str, rank: int, rope_dim: int
+) -> None:
+    # An exact norm, so that the bytes are fixed; the weights give values of all sizes.
+    kv = torch.cat([unit_rows(7, rank, dtype), random(7, rope_dim).to(dtype)], 1)
+    norm = (random(rank, seed=1) * torch.exp2(3 * random(rank, seed=2))).to(dtype)
+    cos, sin = tables(7, rope_dim // 2)
+    got, expected = latent_cache(cache_format, rank, rope_dim), latent_cache(cache_format, rank, rope_dim)
+    rows.store_latent(strided(kv), norm, 1e-5, cos, sin, got, slots(7), interleaved=interleaved, num_threads=2, isa=isa)
+    store.store_latent(kv, norm, 1e-5, cos, sin, expected, slots(7), interleaved=interleaved)
+    # Nothing beside the rows either: 13 slots and the records' other bytes are still 0xFF.
+    assert same(got.rows_NBX, expected.rows_NBX)
+    assert (got.rows_NBX.flatten(0, 1) == 0xFF).all(1).sum() == 20 - 7
+
+
+@every_isa
+@both_dtypes
+@pytest.mark.parametrize("cache_format", LATENT_FORMATS)
+@pytest.mark.parametrize(("rank", "rope_dim"), LATENT_SHAPES)
+def test_store_latent_normalises_as_the_reference(
+    isa: str, dtype: torch.dtype, cache_format: str, rank: int, rope_dim: int
+) -> None:
+    kv, norm = random(20, rank + rope_dim).to(dtype), (1 + 0.1 * random(rank, seed=1)).to(dtype)
+    cos, sin = tables(20, rope_dim // 2)
+    caches = [latent_cache(cache_format, rank, rope_dim) for _ in range(2)]
+    rows.store_latent(kv, norm, 1e-6, cos, sin, caches[0], slots(20), interleaved=True, num_threads=1, isa=isa)
+    store.store_latent(kv, norm, 1e-6, cos, sin, caches[1], slots(20), interleaved=True)
+    got, expected = (
+        quant.decode_latent(c.rows_NBX.flatten(0, 1).contiguous(), cache_format, rank, rope_dim, c.scale, c.rope_scale)
+        for c in caches
+    )
+    step = {"float32": STEP[dtype], "bfloat16": STEP[torch.bfloat16]}.get(cache_format, 2.0**-3)
+    torch.testing.assert_close(got, expected, rtol=2 * step, atol=2.0**-9 if step == 2.0**-3 else 0)
+    # A sum in another order moves a value over a boundary rarely.
+    if cache_format != "float32":
+        assert (got != expected).float().mean() < 0.01
+    assert same(got[:, rank:], expected[:, rank:])
+
+
+# --- the indexer's keys and queries
+
+
+def index_cache(cache_format: str, dim: int, pages: int = 4, page_size: int = 5) -> IndexCache:
+    """Values, then scales, inside larger records of NaN bytes."""
+    plane = page_size * index_value_bytes(cache_format, dim)
+    records = torch.full((pages, 12 + plane + 4 * page_size + 8), 0xFF, dtype=torch.uint8)
+    values_NBX = records[:, 12 : 12 + plane].unflatten(1, (page_size, -1))
+    scales_NB = records[:, 12 + plane : -8].view(torch.float32) if cache_format == "fp8" else None
+    return IndexCache(values_NBX, scales_NB, cache_format, dim)
+
+
+def index_keys(cache: IndexCache) -> Tensor:
+    if cache.scales_NB is None:
+        return cache.values_NBX.flatten(0, 1).contiguous().view(torch.float32)
+    return cache.values_NBX.view(torch.float8_e4m3fn).float().flatten(0, 1) * cache.scales_NB.flatten()[:, None]
+
+
+@every_isa
+@both_dtypes
+@both_layouts
+@pytest.mark.parametrize("cache_format", INDEX_FORMATS)
+@pytest.mark.parametrize(("dim", "rope_dim"), [(128, 64), (64, 32), (16, 2), (36, 36), (68, 6), (20, 10)])
+def test_store_index_keys_is_the_references(
+    isa: str, dtype: torch.dtype, interleaved: bool, cache_format: str, dim: int, rope_dim: int
+) -> None:
+    k = (3 + random(20, dim) * torch.exp2(3 * random(20, 1, seed=1))).to(dtype)
+    norm = (1 + 0.2 * random(dim, seed=2), random(dim, seed=3))
+    cos, sin = tables(20, rope_dim // 2)
+    got, expected = index_cache(cache_format, dim), index_cache(cache_format, dim)
+    rows.store_index_keys(strided(k), norm, cos, sin, got, slots(20), interleaved=interleaved, num_threads=2, isa=isa)
+    store.store_index_keys(k, norm, cos, sin, expected, slots(20), interleaved=interleaved)
+    if got.scales_NB is None:
+        torch.testing.assert_close(index_keys(got), index_keys(expected), rtol=1e-4, atol=1e-5)
+        return
+    assert expected.scales_NB is not None
+    assert same(got.scales_NB, expected.scales_NB)
+    difference = (index_keys(got) - index_keys(expected)).abs()
+    assert (difference <= (index_keys(expected).abs() / 8).maximum(2.0**-9 * got.scales_NB.flatten()[:, None])).all()
+    assert (difference > 0).float().mean() < 0.01
+
+
+@every_isa
+@both_layouts
+def test_index_keys_with_an_exact_norm_have_the_references_bytes(isa: str, interleaved: bool) -> None:
+    # Mean 0 and variance 4 - 1e-6: (x - mean) / sqrt(variance + eps) is +-1 in fp32 whatever the order of the sums.
+    k = 2 * torch.cat([torch.ones(7, 32), -torch.ones(7, 32)], 1)[:, torch.randperm(64)]
+    norm = (random(64, seed=2) * torch.exp2(4 * random(64, seed=4)), random(64, seed=3))
+    cos, sin = tables(7, 16)
+    got, expected = index_cache("fp8", 64), index_cache("fp8", 64)
+    rows.store_index_keys(k, norm, cos, sin, got, slots(7), interleaved=interleaved, num_threads=1, isa=isa)
+    store.store_index_keys(k, norm, cos, sin, expected, slots(7), interleaved=interleaved)
+    assert same(got.values_NBX, expected.values_NBX)
+    assert got.scales_NB is not None
+    assert expected.scales_NB is not None
+    assert same(got.scales_NB, expected.scales_NB)
+
+
+@every_isa
+@both_dtypes
+@both_layouts
+@pytest.mark.parametrize("quantise", [True, False])
+@pytest.mark.parametrize(
+    ("heads", "dim", "rope_dim"), [(32, 128, 64), (2, 64, 32), (1, 17, 6), (3, 16, 16), (5, 33, 2)]
+)
+def test_index_queries_are_the_references_bit_for_bit(
+    isa: str, dtype: torch.dtype, interleaved: bool, quantise: bool, heads: int, dim: int, rope_dim: int
+) -> None:
+    q = (random(9, heads * dim) * torch.exp2(8 * random(9, 1, seed=1))).to(dtype)
+    q[3] = 0
+    w, (cos, sin) = random(9, heads, seed=2), tables(9, rope_dim // 2)
+    factor = dim**-0.5 * heads**-0.5
+    got = rows.index_queries(
+        strided(q), strided(w), cos, sin,
+        interleaved=interleaved, quantise=quantise, w_scale=factor, num_threads=2, isa=isa,
+    )  # fmt: skip
+    q_TID = q.view(9, heads, dim).float()
+    turned = store.rotate(q_TID[..., :rope_dim], cos, sin, interleaved)
+    expected = (torch.cat([turned, q_TID[..., rope_dim:]], -1), w * factor)
+    if quantise:
+        expected = quant.quantise_index_queries(*expected)
+    assert same(got[0], expected[0])
+    assert same(got[1], expected[1])
+
+
+@every_isa
+def test_the_scale_of_a_query_is_exact_at_powers_of_two_and_beside_them(isa: str) -> None:
+    exponents = torch.arange(-60, 100)
+    exact = 448 * torch.exp2(exponents.double()).float()
+    amax = torch.cat([exact, *(torch.nextafter(exact, torch.tensor(toward)) for toward in (INF, 0.0))])
+    q, nothing = torch.zeros(len(amax), 16), torch.empty(len(amax), 0)
+    q[:, 11] = -amax
+    ones = torch.ones(len(amax), 1)
+    _, scales = rows.index_queries(
+        q, ones, nothing, nothing, interleaved=True, quantise=True, w_scale=1.0, num_threads=1, isa=isa
+    )
+    assert same(scales[:, 0], quant.pow2_scale(amax, 1e-10))
+
+
+# --- one row, whatever is around it
+
+Operation = Callable[[slice, int, str], tuple[Tensor, ...]]
+NUM_ROWS = 150
+"""More than one task even of the narrow operations below, whose rows are blown up by heads or width."""
+
+
+def operations(dtype: torch.dtype, interleaved: bool, poison: int | None = None) -> dict[str, Operation]:
+    """Every operation as a function of (rows, threads, instruction set); `poison` makes one row NaN and infinite."""
+    x = random(NUM_ROWS, 1040).to(dtype)
+    kv, q, heads = x[:, :560], x[:, :1024], x[:, :1024].view(NUM_ROWS, 16, 64)
+    if poison is not None:
+        x[poison, 3::7] = NAN
+        x[poison, 5::7] = INF
+    weight, norm = random(1040, seed=1).to(dtype), (random(560, seed=2), random(560, seed=3))
+    residual, w = random(NUM_ROWS, 1040, seed=4).to(dtype), random(NUM_ROWS, 8, seed=5)
+    cos, sin = tables(NUM_ROWS, 24)
+
+    def add(r: slice, threads: int, isa: str) -> tuple[Tensor, ...]:
+        total = residual[r].clone()
+        return rows.add_rms_norm(x[r], total, weight, 1e-6, num_threads=threads, isa=isa), total
+
+    def latent(cache_format: str) -> Operation:
+        def run(r: slice, threads: int, isa: str) -> tuple[Tensor, ...]:
+            cache = latent_cache(cache_format, 512, 48, pages=40)
+            at = torch.arange(NUM_ROWS)[r]
+            rows.store_latent(
+                kv[r], weight[:512], 1e-6, cos[r], sin[r], cache, at,
+                interleaved=interleaved, num_threads=threads, isa=isa,
+            )  # fmt: skip
+            return (cache.rows_NBX.flatten(0, 1)[at],)
+
+        return run
+
+    def keys(r: slice, threads: int, isa: str) -> tuple[Tensor, ...]:
+        cache = index_cache("fp8", 560, pages=40)
+        at = torch.arange(NUM_ROWS)[r]
+        rows.store_index_keys(
+            kv[r], norm, cos[r], sin[r], cache, at, interleaved=interleaved, num_threads=threads, isa=isa
+        )
+        assert cache.scales_NB is not None
+        return cache.values_NBX.flatten(0, 1)[at], cache.scales_NB.flatten()[at]
+
+    def turned(r: slice, threads: int, isa: str) -> tuple[Tensor, ...]:
+        out = torch.empty_like(heads[r][..., 16:])
+        rows.rotate(heads[r][..., 16:], cos[r], sin[r], interleaved, out, num_threads=threads, isa=isa)
+        return (out,)
+
+    return {
+        "rms_norm": lambda r, threads, isa: (rows.rms_norm(x[r], weight, 1e-6, num_threads=threads, isa=isa),),
+        "add_rms_norm": add,
+        **{f"store_latent {cache_format}": latent(cache_format) for cache_format in LATENT_FORMATS},
+        "store_index_keys": keys,
+        "index_queries": lambda r, threads, isa: rows.index_queries(
+            q[r], w[r], cos[r], sin[r],
+            interleaved=interleaved, quantise=True, w_scale=0.1, num_threads=threads, isa=isa,
+        ),
+        "rotate": turned,
+    }  # fmt: skip
+
+
+@both_dtypes
+@both_layouts
+def test_a_row_has_the_same_bits_in_every_company_thread_count_and_instruction_set(
+    dtype: torch.dtype, interleaved: bool
+) -> None:
+    for name, operation in operations(dtype, interleaved).items():
+        whole = operation(slice(None), 1, isa_names()[0])
+        for isa in isa_names():
+            for threads in (1, 2, 3):
+                assert all(map(same, operation(slice(None), threads, isa), whole)), (name, isa, threads)
+            for cut in (slice(0, 1), slice(77, 78), slice(149, 150), slice(30, 97)):
+                assert all(same(a, b[cut]) for a, b in zip(operation(cut, 2, isa), whole, strict=True)), (
+                    name,
+                    isa,
+                    cut,
+                )
+
+
+@both_dtypes
+def test_nan_and_infinity_stay_in_their_row(dtype: torch.dtype) -> None:
+    clean, poisoned = operations(dtype, True), operations(dtype, True, poison=40)
+    others = torch.arange(NUM_ROWS) != 40
+    for isa in isa_names():
+        for name in clean:
+            pairs = zip(clean[name](slice(None), 2, isa), poisoned[name](slice(None), 2, isa), strict=True)
+            assert all(same(a[others], b[others]) for a, b in pairs), (name, isa)
+            got = poisoned[name](slice(40, 41), 1, isa)[0]
+            if got.dtype == torch.uint8:
+                assert not same(got, clean[name](slice(40, 41), 1, isa)[0]), (name, isa)
+            else:
+                assert got.isnan().any(), (name, isa)
+
+
+@every_isa
+@pytest.mark.parametrize("pattern", [0x7F800001, 0x7FFFFFFF, 0xFF80FFFF, 0xFFFFFFFF, 0x7FC00000])
+def test_every_nan_stays_one_in_bf16(isa: str, pattern: int) -> None:
+    """Rounding up the last bits of such a NaN would carry into its exponent or its sign."""
+    kv = torch.ones(2, 12)
+    kv[0, 4:] = torch.tensor([pattern], dtype=torch.uint32).view(torch.float32)
+    cache = latent_cache("bfloat16", 4, 8)
+    cos, sin = torch.ones(2, 4), torch.zeros(2, 4)
+    rows.store_latent(
+        kv, torch.ones(4), 0.0, cos, sin, cache, torch.tensor([6, 3]), interleaved=True, num_threads=1, isa=isa
+    )
+    stored = cache.rows_NBX.flatten(0, 1)[[6, 3]].contiguous().view(torch.bfloat16)
+    assert stored[0, 4:].isnan().all()
+    assert (stored[1] == 1).all()
+
+
+# --- what is refused
+
+
+def store_with(at: list[int], **changed: Tensor) -> None:
+    cache = latent_cache("fp8", 16, 8)
+    given = {"kv": random(2, 24), "norm": torch.ones(16), "cos": torch.ones(2, 4), "sin": torch.zeros(2, 4), **changed}
+    rows.store_latent(
+        given["kv"], given["norm"], 1e-6, given["cos"], given["sin"], cache, torch.tensor(at, dtype=torch.int64),
+        interleaved=True, num_threads=1,
+    )  # fmt: skip
+
+
+def test_slots_outside_the_pool_are_refused() -> None:
+    store_with([19, 0])
+    for at in ([20, 0], [-1, 0], [2**40, 0]):
+        with pytest.raises(ValueError, match="slot"):
+            store_with(at)
+        with pytest.raises(ValueError, match="slot"):
+            rows.store_index_keys(
+                random(2, 64), (torch.ones(64), torch.zeros(64)), *tables(2, 8), index_cache("fp8", 64),
+                torch.tensor(at), interleaved=True, num_threads=1,
+            )  # fmt: skip
+    with pytest.raises(ValueError, match="slot"):
+        store_with([1])
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"kv": torch.zeros(2, 23)},
+        {"kv": torch.zeros(2, 48)[:, ::2]},
+        {"kv": torch.zeros(2, 24, dtype=torch.bfloat16)},
+        {"kv": torch.zeros(2, 24, dtype=torch.float16)},
+        {"norm": torch.ones(15)},
+        {"norm": torch.ones(32)[::2]},
+        {"cos": torch.ones(1, 4)},
+        {"sin": torch.ones(2, 3)},
+    ],
+    ids=str,
+)
+def test_latent_rows_that_do_not_fit_together_are_refused(changed: dict[str, Tensor]) -> None:
+    with pytest.raises(ValueError, match=r"must|row"):
+        store_with([0, 1], **changed)
+
+
+def test_caches_that_are_not_what_they_say_are_refused() -> None:
+    cos, sin = tables(2, 4)
+    sized = torch.zeros(4, 5, 24, dtype=torch.uint8)
+
+    def write(cache: LatentCache) -> None:
+        rows.store_latent(
+            random(2, 24), torch.ones(16), 1e-6, cos, sin, cache, torch.tensor([0, 1]), interleaved=True, num_threads=1
+        )
+
+    for cache_format in ("float32", "bfloat16", "fp8_ds_mla"):
+        with pytest.raises(ValueError, match="size"):
+            write(LatentCache(sized, cache_format, 16, 8, 1.0, 1.0))
+    with pytest.raises(ValueError, match="fp4"):
+        write(LatentCache(sized, "fp4", 16, 8, 1.0, 1.0))
+    for scale in (0.0, 3.0, -1.0, NAN, INF, 1e-45):
+        for scales in ((scale, 1.0), (1.0, scale)):
+            with pytest.raises(ValueError, match="powers of two"):
+                write(LatentCache(sized, "fp8", 16, 8, *scales))
+
+
+def test_results_that_do_not_fit_are_refused() -> None:
+    x, weight = random(3, 16), torch.ones(16)
+    for out in (torch.empty(3, 15), torch.empty(2, 16), torch.empty(1, 16).expand(3, 16), torch.empty(16, 3).T):
+        with pytest.raises(ValueError, match=r"result|overlap|contiguous"):
+            rows.rms_norm(x, weight, 1e-6, num_threads=1, out=out)
+    with pytest.raises(ValueError, match="residual"):
+        rows.add_rms_norm(x, random(2, 16), weight, 1e-6, num_threads=1)
+    with pytest.raises(ValueError, match="num_threads"):
+        rows.rms_norm(x, weight, 1e-6, num_threads=0)
+    with pytest.raises(ValueError, match="all heads"):
+        rows.index_queries(
+            random(3, 17), torch.ones(3, 2), *tables(3, 2), interleaved=True, quantise=True, w_scale=1.0, num_threads=1
+        )
+    with pytest.raises(ValueError, match="rotary part"):
+        rows.index_queries(
+            random(3, 16), torch.ones(3, 2), *tables(3, 5), interleaved=True, quantise=True, w_scale=1.0, num_threads=1
+        )
+
+
+def test_no_rows_are_no_work() -> None:
+    store_with([], kv=random(0, 24), cos=torch.ones(0, 4), sin=torch.ones(0, 4))
+    assert rows.rms_norm(random(0, 8), torch.ones(8), 1e-6, num_threads=2).shape == (0, 8)
+
+
+def test_scratch_grows_with_width_and_threads_alone() -> None:
+    assert rows.row_scratch_bytes(576, num_threads=1) == -(-4 * (576 + 16) // 64) * 64
+    assert rows.row_scratch_bytes(576, num_threads=3) == 3 * rows.row_scratch_bytes(576, num_threads=1)
