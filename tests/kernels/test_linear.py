@@ -9,10 +9,9 @@ from tests.kernels.caches import random
 from tests.tiny import expand_scale, quantise
 from torch import Tensor
 
-from longfill.kernels.interface import ExpertChoice, StoredLinear
+from longfill.kernels.interface import ExpertChoice, StoredLinear, StoredMlp
 from longfill.kernels.reference import linear as module
 from longfill.kernels.reference.linear import experts, linear, mlp, route
-from longfill.models.weights import MlpWeights
 
 
 def fp8_weight(rows: int, columns: int, block: tuple[int, int], bias: bool = False) -> tuple[StoredLinear, Tensor]:
@@ -52,12 +51,12 @@ def test_linear_is_the_product_in_the_inputs_dtype(rows: int, dtype: torch.dtype
     torch.testing.assert_close(got.double(), want, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=2e-2)
 
 
-def make_experts(count: int, width: int = 24, inner: int = 12) -> tuple[MlpWeights, ...]:
+def make_experts(count: int, width: int = 24, inner: int = 12) -> tuple[StoredMlp, ...]:
     def weight(seed: int, *shape: int) -> StoredLinear:
         return StoredLinear(random(*shape, seed=seed) * shape[-1] ** -0.5)
 
     return tuple(
-        MlpWeights(weight(3 * e, inner, width), weight(3 * e + 1, inner, width), weight(3 * e + 2, width, inner))
+        StoredMlp(weight(3 * e, inner, width), weight(3 * e + 1, inner, width), weight(3 * e + 2, width, inner))
         for e in range(count)
     )
 

@@ -13,11 +13,11 @@ from tests.tiny import FAMILIES, edit_config, edit_tensors, expand_scale, make_c
 from torch import Tensor
 
 from longfill.errors import ModelError
-from longfill.kernels.interface import Linear, StoredLinear
+from longfill.kernels.interface import Linear, StoredLinear, StoredMlp
 from longfill.kernels.reference.backend import ReferenceBackend, StoredHeads
 from longfill.models.config import ModelConfig
 from longfill.models.loading import load_model
-from longfill.models.weights import AttentionWeights, MlpWeights, ModelWeights, MoeWeights
+from longfill.models.weights import AttentionWeights, ModelWeights, MoeWeights
 
 FP32 = torch.float32
 
@@ -77,7 +77,7 @@ def layer_values(weights: ModelWeights, index: int) -> dict[str, Tensor]:
             "self_attn.indexer.k_norm.bias": a.indexer.k_norm_bias,
             "self_attn.indexer.weights_proj.weight": value(a.indexer.weights_proj),
         }
-    if isinstance(layer.mlp, MlpWeights):
+    if isinstance(layer.mlp, StoredMlp):
         return found | mlp_values("mlp.", layer.mlp)
     moe = layer.mlp
     found["mlp.gate.weight"] = value(moe.router)
@@ -91,7 +91,7 @@ def layer_values(weights: ModelWeights, index: int) -> dict[str, Tensor]:
     return found
 
 
-def mlp_values(prefix: str, mlp: MlpWeights) -> dict[str, Tensor]:
+def mlp_values(prefix: str, mlp: StoredMlp) -> dict[str, Tensor]:
     linears = {"gate_proj": mlp.gate, "up_proj": mlp.up, "down_proj": mlp.down}
     found = {f"{prefix}{name}.weight": value(linear) for name, linear in linears.items()}
     return found | {f"{prefix}{n}.bias": linear.bias for n, linear in linears.items() if linear.bias is not None}
@@ -345,7 +345,7 @@ def test_num_bytes_counts_every_tensor(tmp_path: Path) -> None:
 
 def _gate(weights: ModelWeights) -> StoredLinear:
     mlp = weights.layers[0].mlp
-    assert isinstance(mlp, MlpWeights)
+    assert isinstance(mlp, StoredMlp)
     return stored(mlp.gate)
 
 

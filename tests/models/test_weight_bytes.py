@@ -24,7 +24,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-BACKENDS = [ReferenceBackend(), pytest.param(NativeBackend(1), marks=needs_native)]
+BACKENDS = [ReferenceBackend(), pytest.param(NativeBackend(torch.bfloat16, 1), marks=needs_native)]
 
 
 @pytest.mark.parametrize("backend", BACKENDS, ids=["reference", "native"])

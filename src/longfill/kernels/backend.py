@@ -22,6 +22,7 @@ from longfill.kernels.interface import (
     Mlp,
     RequestRows,
     StoredLinear,
+    StoredMlp,
 )
 from longfill.kernels.workspace import Workspace
 
@@ -40,6 +41,10 @@ class Backend(Protocol):
 
     def pack(self, weight: StoredLinear) -> Linear:
         """A weight in this backend's form. The stored tensor is not needed afterwards."""
+        ...
+
+    def pack_mlp(self, weights: StoredMlp) -> Mlp:
+        """`pack` of all three."""
         ...
 
     def pack_heads(self, weight_HAB: Tensor) -> Heads:
@@ -90,11 +95,12 @@ class Backend(Protocol):
         ...
 
     def index_queries(
-        self, q_TID: Tensor, w_TI: Tensor, cos_TF: Tensor, sin_TF: Tensor, *, interleaved: bool, quantise: bool
-    ) -> tuple[Tensor, Tensor]:
-        """Queries with their first P dims rotated, fp32 [T, I, D], and head weights fp32 [T, I].
+        self, q_TJ: Tensor, w_TI: Tensor, cos_TF: Tensor, sin_TF: Tensor, *, interleaved: bool, quantise: bool,
+        w_scale: float,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """Queries [T, I D] with their first P dims rotated, as fp32 [T, I, D], and head weights times `w_scale`.
 
-        `quantise`: rounded to e4m3 a head, the scales folded into the weights.
+        `quantise`: rounded to e4m3 a head, the scales folded into the weights (fp32 [T, I]).
         """
         ...
 

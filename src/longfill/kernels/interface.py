@@ -128,6 +128,15 @@ class StoredLinear:
         return values.mul_(self.scale[rows][:, columns])
 
 
+@dataclass(frozen=True)
+class StoredMlp:
+    """Weights of one SwiGLU block as a checkpoint has them."""
+
+    gate: StoredLinear  # [F, C]
+    up: StoredLinear  # [F, C]
+    down: StoredLinear  # [C, F]
+
+
 class Heads(Protocol):
     """One matrix [A, B] a head, in the form that a backend multiplies with."""
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from longfill.config import EngineArgs
 from longfill.errors import ConfigError
 from longfill.kernels.backend import Backend
@@ -15,7 +17,7 @@ from longfill.kernels.reference.backend import ReferenceBackend
 
 HEAD_DIM_STEP = 16
 """The native indexer takes head dims that are multiples of this."""
-NATIVE_DTYPES = ()
+NATIVE_DTYPES = ("float32", "bfloat16")
 """What native kernels compute in; float16 models run on the reference."""
 
 
@@ -76,8 +78,8 @@ def choose_kernels(
     )
 
 
-def make_backends(choice: KernelChoice, num_threads: int) -> tuple[Backend, Backend]:
+def make_backends(choice: KernelChoice, dtype: torch.dtype, num_threads: int) -> tuple[Backend, Backend]:
     """The backend of everything but `index_topk`, and the one of `index_topk`."""
     reference = ReferenceBackend()
-    native = NativeBackend(num_threads) if choice.native or choice.native_index else reference
+    native = NativeBackend(dtype, num_threads) if choice.native or choice.native_index else reference
     return native if choice.native else reference, native if choice.native_index else reference

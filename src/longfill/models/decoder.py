@@ -26,7 +26,7 @@ from longfill.models.attention import Attend
 from longfill.models.config import ModelConfig
 from longfill.models.moe import expert_choice
 from longfill.models.rope import rope_tables
-from longfill.models.weights import AttentionWeights, IndexerWeights, LayerWeights, MlpWeights, ModelWeights
+from longfill.models.weights import AttentionWeights, IndexerWeights, LayerWeights, ModelWeights, MoeWeights
 
 SelectionHook = Callable[[int, Tensor], None]
 """Called with (layer, selection int32 [T, K]) after each full-indexer layer; for tests and diagnosis."""
@@ -72,7 +72,7 @@ class Decoder:
     def _feed_forward(self, layer: LayerWeights, hidden_TC: Tensor, blocks: Blocks) -> None:
         """hidden += mlp(norm(hidden)). Experts take all rows at once, so that each one's weights are read once."""
         backend, mlp, eps = self.backend, layer.mlp, self.config.rms_norm_eps
-        if isinstance(mlp, MlpWeights):
+        if not isinstance(mlp, MoeWeights):
             for span, _ in blocks:
                 normed_TC = backend.rms_norm(hidden_TC[span], layer.post_attention_norm, eps)
                 hidden_TC[span] += backend.mlp(normed_TC, mlp)
@@ -133,15 +133,14 @@ class Decoder:
                 backend.linear(x_TC, w.wk), (w.k_norm_weight, w.k_norm_bias), cos_TF, sin_TF, cache, rows.slots_T,
                 interleaved=indexer.rope_interleave,
             )  # fmt: skip
-        factor = indexer.head_dim**-0.5 * indexer.num_heads**-0.5
         for span, block in blocks:
             with self._timed("project"):
                 # Head weights stay in fp32: rounding them to bf16 makes ties among the scores.
-                w_TI = backend.linear(x_TC[span].float(), w.weights_proj) * factor
-                q_TID = backend.linear(q_latent[span], w.wq_b).view(-1, indexer.num_heads, indexer.head_dim)
                 q_TID, w_TI = backend.index_queries(
-                    q_TID, w_TI, cos_TF[span], sin_TF[span],
-                    interleaved=indexer.rope_interleave, quantise=cache.format == "fp8",
+                    backend.linear(q_latent[span], w.wq_b),
+                    backend.linear(x_TC[span].float(), w.weights_proj),
+                    cos_TF[span], sin_TF[span], interleaved=indexer.rope_interleave, quantise=cache.format == "fp8",
+                    w_scale=indexer.head_dim**-0.5 * indexer.num_heads**-0.5,
                 )  # fmt: skip
             with self._timed("index"):
                 self.attend.select(q_TID, w_TI, cache, block, span)

@@ -17,14 +17,13 @@ from torch import Tensor
 
 from longfill.errors import ModelError
 from longfill.kernels.backend import Backend
-from longfill.kernels.interface import Heads, Linear, StoredLinear
+from longfill.kernels.interface import Heads, Linear, Mlp, StoredLinear, StoredMlp
 from longfill.models.checkpoint import Checkpoint, TensorEntry
 from longfill.models.config import ModelConfig
 from longfill.models.weights import (
     AttentionWeights,
     IndexerWeights,
     LayerWeights,
-    MlpWeights,
     ModelWeights,
     MoeWeights,
     MtpWeights,
@@ -206,12 +205,15 @@ class _Loader:
             weights_proj=self.kept_float32(f"{prefix}.weights_proj.weight", i.num_heads, c.hidden_size),
         )
 
-    def mlp(self, prefix: str, intermediate: int, *, bias: bool = False) -> MlpWeights:
+    def mlp(self, prefix: str, intermediate: int, *, bias: bool = False) -> Mlp:
         hidden = self.config.hidden_size
-        return MlpWeights(
-            gate=self.linear(f"{prefix}.gate_proj", intermediate, hidden, bias=bias),
-            up=self.linear(f"{prefix}.up_proj", intermediate, hidden, bias=bias),
-            down=self.linear(f"{prefix}.down_proj", hidden, intermediate, bias=bias),
+        gate, up = (f"{prefix}.{name}" for name in ("gate_proj", "up_proj"))
+        return self.backend.pack_mlp(
+            StoredMlp(
+                gate=self.stored(gate, intermediate, hidden, bias=bias),
+                up=self.stored(up, intermediate, hidden, bias=bias),
+                down=self.stored(f"{prefix}.down_proj", hidden, intermediate, bias=bias),
+            )
         )
 
     def moe(self, prefix: str) -> MoeWeights:
@@ -232,7 +234,7 @@ class _Loader:
             else None,
         )
 
-    def fused_experts(self, prefix: str, num_experts: int, size: int) -> tuple[MlpWeights, ...]:
+    def fused_experts(self, prefix: str, num_experts: int, size: int) -> tuple[Mlp, ...]:
         """Experts stored as two stacks, gate above up in the first: each expert gets views of them."""
         hidden = self.config.hidden_size
         for name in ("gate_up_proj", "down_proj"):
@@ -241,10 +243,12 @@ class _Loader:
         gate_up = self.checkpoint.take(f"{prefix}.gate_up_proj", (num_experts, 2 * size, hidden))
         down = self.checkpoint.take(f"{prefix}.down_proj", (num_experts, hidden, size))
         return tuple(
-            MlpWeights(
-                gate=self.backend.pack(StoredLinear(gate_up[e, :size].to(self.dtype))),
-                up=self.backend.pack(StoredLinear(gate_up[e, size:].to(self.dtype))),
-                down=self.backend.pack(StoredLinear(down[e].to(self.dtype))),
+            self.backend.pack_mlp(
+                StoredMlp(
+                    gate=StoredLinear(gate_up[e, :size].to(self.dtype)),
+                    up=StoredLinear(gate_up[e, size:].to(self.dtype)),
+                    down=StoredLinear(down[e].to(self.dtype)),
+                )
             )
             for e in range(num_experts)
         )

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from longfill.kernels.interface import Heads, Linear
+from longfill.kernels.interface import Heads, Linear, Mlp
 from longfill.units import Bytes
 
 
@@ -67,22 +67,13 @@ class AttentionWeights(_Weights):
 
 
 @dataclass(frozen=True)
-class MlpWeights(_Weights):
-    """down(silu(gate(x)) * up(x))."""
-
-    gate: Linear  # [F, C]
-    up: Linear  # [F, C]
-    down: Linear  # [C, F]
-
-
-@dataclass(frozen=True)
 class MoeWeights(_Weights):
     """Routed experts, the router that chooses among them, and the expert that every token takes."""
 
     router: Linear  # float32 [E, C]
     bias: Tensor | None  # float32 [E]: added to the scores for the choice only
-    experts: tuple[MlpWeights, ...]
-    shared: MlpWeights | None
+    experts: tuple[Mlp, ...]
+    shared: Mlp | None
 
 
 @dataclass(frozen=True)
@@ -92,7 +83,7 @@ class LayerWeights(_Weights):
     input_norm: Tensor  # [C]
     attention: AttentionWeights
     post_attention_norm: Tensor  # [C]
-    mlp: MlpWeights | MoeWeights
+    mlp: Mlp | MoeWeights
 
 
 @dataclass(frozen=True)

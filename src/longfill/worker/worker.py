@@ -72,7 +72,7 @@ class Worker:
             index_format=self.layout.index_format,
             index_head_dim=self.layout.index_head_dim,
         )
-        backend, index_backend = make_backends(self.kernels, threads)
+        backend, index_backend = make_backends(self.kernels, dtype, threads)
         self.memory: MemoryPlan = plan_memory(
             args, config, self.layout, self.kernels,
             process_bytes=process_bytes, weight_bytes=weight_bytes(folder, config, dtype, backend),

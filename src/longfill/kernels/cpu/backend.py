@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import cast
 
+import torch
 from torch import Tensor
 
 from longfill.kernels.cpu import attention, experts, indexer, linear, packing, rows
@@ -22,6 +23,7 @@ from longfill.kernels.interface import (
     Mlp,
     RequestRows,
     StoredLinear,
+    StoredMlp,
 )
 from longfill.kernels.workspace import Workspace
 
@@ -31,17 +33,29 @@ class NativeBackend:
 
     copies = True
 
-    def __init__(self, num_threads: int) -> None:
+    def __init__(self, dtype: torch.dtype, num_threads: int) -> None:
+        """`dtype` is the model's: what products with fp8 weights compute in."""
+        self.dtype = dtype
         self.num_threads = num_threads
 
     def packed_bytes(self, out_size: int, in_size: int, dtype: torch.dtype) -> int:
-        return packing.packed_bytes(out_size, in_size, dtype)
+        size = packing.packed_bytes(out_size, in_size, dtype, compute_dtype=self._compute_dtype(dtype))
+        return -(-size // packing.ALIGNMENT) * packing.ALIGNMENT
 
     def pack(self, weight: StoredLinear) -> packing.PackedLinear:
-        return packing.pack_linear(weight, num_threads=self.num_threads)
+        dtype = self._compute_dtype(weight.weight.dtype)
+        return packing.pack_linear(weight, compute_dtype=dtype, num_threads=self.num_threads)
+
+    def pack_mlp(self, weights: StoredMlp) -> packing.PackedMlp:
+        return packing.PackedMlp(self.pack(weights.gate), self.pack(weights.up), self.pack(weights.down))
 
     def pack_heads(self, weight_HAB: Tensor) -> packing.PackedHeads:
-        return packing.pack_heads(weight_HAB, num_threads=self.num_threads)
+        dtype = self._compute_dtype(weight_HAB.dtype)
+        return packing.pack_heads(weight_HAB, compute_dtype=dtype, num_threads=self.num_threads)
+
+    def _compute_dtype(self, stored: torch.dtype) -> torch.dtype:
+        """Float32 weights are float32 for a reason."""
+        return torch.float32 if stored == torch.float32 else self.dtype
 
     def linear(self, x_TC: Tensor, weight: Linear) -> Tensor:
         return linear.linear(x_TC, cast(packing.PackedLinear, weight), num_threads=self.num_threads)
@@ -87,11 +101,13 @@ class NativeBackend:
         )
 
     def index_queries(
-        self, q_TID: Tensor, w_TI: Tensor, cos_TF: Tensor, sin_TF: Tensor, *, interleaved: bool, quantise: bool
-    ) -> tuple[Tensor, Tensor]:
+        self, q_TJ: Tensor, w_TI: Tensor, cos_TF: Tensor, sin_TF: Tensor, *, interleaved: bool, quantise: bool,
+        w_scale: float,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         return rows.index_queries(
-            q_TID, w_TI, cos_TF, sin_TF, interleaved=interleaved, quantise=quantise, num_threads=self.num_threads
-        )
+            q_TJ, w_TI, cos_TF, sin_TF,
+            interleaved=interleaved, quantise=quantise, w_scale=w_scale, num_threads=self.num_threads,
+        )  # fmt: skip
 
     def index_topk(
         self, q_TID: Tensor, w_TI: Tensor, cache: IndexCache, chunks: IndexChunks, selection_TK: Tensor,

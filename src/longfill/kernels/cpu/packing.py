@@ -18,7 +18,7 @@ from torch import Tensor
 
 from longfill.errors import ConfigError
 from longfill.kernels.cpu.extension import selected_isa
-from longfill.kernels.interface import Linear, Mlp
+from longfill.kernels.interface import StoredLinear, StoredMlp
 
 if TYPE_CHECKING:
     from longfill.kernels.cpu import _native
@@ -164,7 +164,7 @@ def packed_heads_bytes(
 
 
 def pack_linear(
-    weight: Linear, *, compute_dtype: torch.dtype, isa: str | None = None, num_threads: int
+    weight: StoredLinear, *, compute_dtype: torch.dtype, isa: str | None = None, num_threads: int
 ) -> PackedLinear:
     """Pack a stored weight, whatever its strides. The result shares no memory with it.
 
@@ -215,7 +215,7 @@ def pack_heads(
     return PackedHeads(data, num_heads, in_size, out_size, name, compute_dtype, chosen)
 
 
-def pack_mlp(weights: Mlp, *, compute_dtype: torch.dtype, isa: str | None = None, num_threads: int) -> PackedMlp:
+def pack_mlp(weights: StoredMlp, *, compute_dtype: torch.dtype, isa: str | None = None, num_threads: int) -> PackedMlp:
     """`pack_linear` of all three."""
     gate, up, down = (
         pack_linear(w, compute_dtype=compute_dtype, isa=isa, num_threads=num_threads)

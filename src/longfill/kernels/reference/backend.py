@@ -22,6 +22,7 @@ from longfill.kernels.interface import (
     Mlp,
     RequestRows,
     StoredLinear,
+    StoredMlp,
 )
 from longfill.kernels.reference import attention, indexer, linear, store
 from longfill.kernels.reference.quant import quantise_index_queries
@@ -58,6 +59,9 @@ class ReferenceBackend:
     def pack(self, weight: StoredLinear) -> StoredLinear:
         return weight
 
+    def pack_mlp(self, weights: StoredMlp) -> StoredMlp:
+        return weights
+
     def pack_heads(self, weight_HAB: Tensor) -> StoredHeads:
         return StoredHeads(weight_HAB)
 
@@ -72,14 +76,14 @@ class ReferenceBackend:
         return linear.rms_norm(x_TC, weight_C, eps)
 
     def mlp(self, x_TC: Tensor, weights: Mlp) -> Tensor:
-        return linear.mlp(x_TC, cast(linear.StoredMlp, weights))
+        return linear.mlp(x_TC, cast(StoredMlp, weights))
 
     def experts(
         self, x_TC: Tensor, router: Linear, bias_E: Tensor | None, choice: ExpertChoice, experts: Sequence[Mlp],
         shared: Mlp | None,
     ) -> Tensor:  # fmt: skip
         ids_TK, weights_TK = linear.route(x_TC, cast(StoredLinear, router).weight, bias_E, choice)
-        mixed_TC = linear.experts(x_TC, ids_TK, weights_TK, cast(Sequence[linear.StoredMlp], experts))
+        mixed_TC = linear.experts(x_TC, ids_TK, weights_TK, cast(Sequence[StoredMlp], experts))
         return mixed_TC if shared is None else mixed_TC + self.mlp(x_TC, shared)
 
     def rotate(self, x_THP: Tensor, cos_TF: Tensor, sin_TF: Tensor, out_THP: Tensor, *, interleaved: bool) -> None:
@@ -98,9 +102,11 @@ class ReferenceBackend:
         store.store_index_keys(k_TD, norm, cos_TF, sin_TF, cache, slots_T, interleaved=interleaved)
 
     def index_queries(
-        self, q_TID: Tensor, w_TI: Tensor, cos_TF: Tensor, sin_TF: Tensor, *, interleaved: bool, quantise: bool
-    ) -> tuple[Tensor, Tensor]:
-        q_TID, rope_dim = q_TID.float(), 2 * cos_TF.shape[-1]
+        self, q_TJ: Tensor, w_TI: Tensor, cos_TF: Tensor, sin_TF: Tensor, *, interleaved: bool, quantise: bool,
+        w_scale: float,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        w_TI, rope_dim = w_TI * w_scale, 2 * cos_TF.shape[-1]
+        q_TID = q_TJ.float().view(*w_TI.shape, -1)
         rotated_TIP = store.rotate(q_TID[..., :rope_dim], cos_TF, sin_TF, interleaved)
         q_TID = torch.cat([rotated_TIP, q_TID[..., rope_dim:]], -1)
         return quantise_index_queries(q_TID, w_TI) if quantise else (q_TID, w_TI)

@@ -8,13 +8,12 @@ Suffixes: T rows · C input width · O output width · E experts.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from longfill.kernels.interface import ExpertChoice, StoredLinear
+from longfill.kernels.interface import ExpertChoice, StoredLinear, StoredMlp
 from longfill.kernels.reference.elementwise import sigmoid, silu
 
 MIN_ROWS = 16
@@ -24,17 +23,6 @@ ROW_BLOCK = 1024
 code and scratch for every shape that it has seen, and expert batches would show it a new one at every step."""
 DEQUANT_ROWS = 1024
 """Output rows of an fp8 weight that are dequantised at once."""
-
-
-class StoredMlp(Protocol):
-    """Weights of one SwiGLU block, as stored."""
-
-    @property
-    def gate(self) -> StoredLinear: ...
-    @property
-    def up(self) -> StoredLinear: ...
-    @property
-    def down(self) -> StoredLinear: ...
 
 
 def pad_rows(x: Tensor) -> Tensor:
