@@ -21,9 +21,9 @@ from longfill import LLM, SamplingParams
 from longfill.config import EngineArgs
 from longfill.errors import CapacityError
 from longfill.kernels import cpu, workspace
+from longfill.kernels.cpu import indexer as native_indexer
 from longfill.kernels.reference import attention, indexer
 from longfill.kernels.select import choose_kernels
-from longfill.models import decoder
 from longfill.models.config import ModelConfig
 from longfill.partition import LONG_MODEL_LEN, StepPlan, StepRequest
 from longfill.worker import memory
@@ -160,10 +160,11 @@ def stage_peaks(monkeypatch: pytest.MonkeyPatch, llm: LLM) -> tuple[list[int], l
     attending: list[int] = []
     head: list[int] = []
     worker = llm.engine.worker
-    attend, linear = worker.decoder.attend, decoder.linear
+    attend, linear = worker.decoder.attend, worker.decoder.backend.linear
 
     class Counted:
-        select = attend.select
+        def __getattr__(self, name: str) -> Any:
+            return getattr(attend, name)
 
         def __call__(self, *args: Any) -> Tensor:
             results: list[Tensor] = []
@@ -180,7 +181,7 @@ def stage_peaks(monkeypatch: pytest.MonkeyPatch, llm: LLM) -> tuple[list[int], l
         return results[0]
 
     monkeypatch.setattr(worker.decoder, "attend", Counted())
-    monkeypatch.setattr(decoder, "linear", counted)
+    monkeypatch.setattr(worker.decoder.backend, "linear", counted)
     return attending, head
 
 
@@ -220,12 +221,12 @@ def test_mem_01_the_indexers_buffers_are_the_plans_at_every_context(
 def native_peaks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Fills, while steps run, with the bytes that each native call took from the system; torch counts none of them."""
     peaks: list[int] = []
-    index_topk: Callable[..., None] = cpu.index_topk
+    index_topk: Callable[..., None] = native_indexer.index_topk
 
     def counted(*args: Any, **kwargs: Any) -> None:
         peaks.append(count_native(lambda: index_topk(*args, **kwargs)))
 
-    monkeypatch.setattr(cpu, "index_topk", counted)
+    monkeypatch.setattr(native_indexer, "index_topk", counted)
     return peaks
 
 
@@ -324,8 +325,50 @@ def test_mem_02_the_worst_step_takes_what_the_plan_grants(
     # Stage by stage, each against its own line.
     attending, head = stage_peaks(monkeypatch, llm)
     llm.engine.worker.execute(*step_of(llm, parts, logprobs=64))
-    assert 0.3 * rows["attention tiles"] <= max(attending) <= rows["attention tiles"]
+    if backend == "native":
+        assert max(attending) <= 0, "a native kernel's tiles are its own scratch"
+    else:
+        assert 0.3 * rows["attention tiles"] <= max(attending) <= rows["attention tiles"]
     assert 0.3 * rows["logits"] <= max(head) <= rows["logits"]
+
+
+@needs_native
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_mem_02_what_native_calls_take_is_in_the_plan(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, threads: int
+) -> None:
+    """Every call of a step, its outputs aside, against the plan's line for all of them."""
+    longest, chunk = 4096, 2048
+    llm = started(
+        folder, longest, max_num_batched_tokens=chunk, max_num_seqs=1, num_threads=threads, **BACKENDS["native"]
+    )
+    peaks: dict[str, int] = {}
+    backend = llm.engine.worker.decoder.backend
+
+    def count(name: str) -> None:
+        operation = getattr(backend, name)
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            results: list[Any] = []
+            peak = count_native(lambda: results.append(operation(*args, **kwargs)))
+            outputs = [t for t in (results[0] if isinstance(results[0], tuple) else results) if t is not None]
+            outputs += [t for t in args if name in ("per_head", "rotate", "sparse_mla", "dense_mla") and isinstance(t, Tensor)]
+            peaks[name] = max(peaks.get(name, 0), peak - sum(t.nbytes for t in outputs))
+            return results[0]
+
+        monkeypatch.setattr(backend, name, counted)
+
+    names = ("linear", "per_head", "mlp", "experts", "rotate", "store_latent", "sparse_mla", "dense_mla")
+    for name in names:
+        count(name)
+    try:
+        for start in (0, longest - chunk):
+            run_step(llm, [(start, chunk)])
+    finally:
+        torch.set_num_threads(1)
+    scratch = next(row.bytes for row in llm.memory.rows if row.name == "kernel scratch")
+    assert peaks.keys() == set(names)
+    assert max(peaks.values()) <= scratch + NATIVE_SLACK, peaks
 
 
 @pytest.mark.parametrize("rows", [(0, 512), (8, 504), (0, 16)])
@@ -336,14 +379,12 @@ def test_mem_02_a_first_chunk_stays_within_the_plan(folder: Path, rows: tuple[in
         assert run_step(llm, [rows]).peak <= transient(llm.memory)
 
 
-def test_mem_02_fp8_weights_are_in_the_plan(tmp_path: Path) -> None:
+@every_backend
+def test_mem_02_fp8_weights_are_in_the_plan(tmp_path: Path, backend: str) -> None:
     make_checkpoint(tmp_path, "glm_moe_dsa", fp8=True, dtype=torch.bfloat16)
-    llm = started(tmp_path, 1024, dtype="auto", max_num_seqs=1, max_num_batched_tokens=64)
-    model = llm.engine.worker.decoder
-    kept = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for pair in model._up for t in pair}
-    assert sum(kept.values()) > 0
+    llm = started(tmp_path, 1024, dtype="auto", max_num_seqs=1, max_num_batched_tokens=64, **BACKENDS[backend])
     weights = next(row for row in llm.memory.rows if row.name == "weights")
-    assert weights.bytes == model.weights.num_bytes + sum(kept.values())
+    assert weights.bytes == llm.engine.worker.decoder.weights.num_bytes
     assert run_step(llm, [(900, 64)]).peak <= transient(llm.memory)
 
 
@@ -377,6 +418,7 @@ def plan(folder: Path, process_bytes: int = 300 * MIB, weight_bytes: int = 50 * 
     assert config.indexer is not None
     kernels = choose_kernels(
         engine_args,
+        dtype=config.dtype,
         topk=config.indexer.topk,
         index_format=layout.index_format,
         index_head_dim=layout.index_head_dim,

@@ -6,8 +6,10 @@ May import torch and safetensors. Invariant: a tensor is taken at most once, has
 
 from __future__ import annotations
 
+import ctypes
 import json
 import math
+import mmap
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +21,7 @@ from torch import Tensor
 
 from longfill.errors import ModelError
 
+_libc = ctypes.CDLL(None)
 INDEX_NAME = "model.safetensors.index.json"
 _DTYPE_BITS = {"F64": 64, "F32": 32, "F16": 16, "BF16": 16, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8}
 _DTYPE_BITS |= {"I64": 64, "I32": 32, "I16": 16, "I8": 8, "U64": 64, "U32": 32, "U16": 16, "U8": 8, "BOOL": 8}
@@ -97,6 +100,18 @@ class Checkpoint:
         self._taken.add(name)
         tensor: Tensor = self._open_file(entry.file).get_tensor(name)
         return tensor
+
+    def release(self, name: str) -> None:
+        """Give the pages of a tensor's mapping back. Its views stay valid and read the file again.
+
+        For tensors that were taken and then copied: the page cache keeps the file as long as memory allows.
+        """
+        entry = self.entry(name)
+        tensor = self._open_file(entry.file).get_tensor(name)
+        first = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+        last = (tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+        if first < last:
+            _libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), mmap.MADV_DONTNEED)
 
     def finish(self, skip: Iterable[str] = ()) -> tuple[str, ...]:
         """Names that match a regular expression of `skip` and stay unused; `ModelError` for any other unused tensor."""

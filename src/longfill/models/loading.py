@@ -191,7 +191,9 @@ class _Loader:
         weight = stored.weight if stored.scale is None else stored.rows(0, stored.out_size).to(self.dtype)
         per_head = weight.view(c.num_heads, -1, c.kv_lora_rank)
         keys_HNR, values_HVR = torch.split(per_head, [c.qk_nope_head_dim, c.v_head_dim], 1)
-        return self.backend.pack_heads(keys_HNR), self.backend.pack_heads(values_HVR.transpose(1, 2))
+        heads = self.backend.pack_heads(keys_HNR), self.backend.pack_heads(values_HVR.transpose(1, 2))
+        self.copied(f"{name}.weight")
+        return heads
 
     def indexer(self, prefix: str) -> IndexerWeights:
         c, i = self.config, self.config.indexer
@@ -207,14 +209,16 @@ class _Loader:
 
     def mlp(self, prefix: str, intermediate: int, *, bias: bool = False) -> Mlp:
         hidden = self.config.hidden_size
-        gate, up = (f"{prefix}.{name}" for name in ("gate_proj", "up_proj"))
-        return self.backend.pack_mlp(
+        gate, up, down = (f"{prefix}.{name}" for name in ("gate_proj", "up_proj", "down_proj"))
+        packed = self.backend.pack_mlp(
             StoredMlp(
                 gate=self.stored(gate, intermediate, hidden, bias=bias),
                 up=self.stored(up, intermediate, hidden, bias=bias),
-                down=self.stored(f"{prefix}.down_proj", hidden, intermediate, bias=bias),
+                down=self.stored(down, hidden, intermediate, bias=bias),
             )
         )
+        self.copied(*(f"{name}.weight" for name in (gate, up, down)))
+        return packed
 
     def moe(self, prefix: str) -> MoeWeights:
         c, moe = self.config, self.config.moe
@@ -242,7 +246,7 @@ class _Loader:
                 raise self.wrong_dtype(f"{prefix}.{name}", "stacked experts must be float32, float16 or bfloat16")
         gate_up = self.checkpoint.take(f"{prefix}.gate_up_proj", (num_experts, 2 * size, hidden))
         down = self.checkpoint.take(f"{prefix}.down_proj", (num_experts, hidden, size))
-        return tuple(
+        experts = tuple(
             self.backend.pack_mlp(
                 StoredMlp(
                     gate=StoredLinear(gate_up[e, :size].to(self.dtype)),
@@ -252,6 +256,8 @@ class _Loader:
             )
             for e in range(num_experts)
         )
+        self.copied(f"{prefix}.gate_up_proj", f"{prefix}.down_proj")
+        return experts
 
     def mtp(self, embed: Tensor, lm_head: Linear) -> tuple[MtpWeights, ...]:
         """The draft layers behind the last one; none where the checkpoint was published without them."""
@@ -284,11 +290,21 @@ class _Loader:
 
     def kept_float32(self, name: str, out_size: int, in_size: int) -> Linear:
         """A weight whose products stay in float32, whatever the model's dtype."""
-        return self.backend.pack(StoredLinear(self.plain(name, out_size, in_size, dtype=torch.float32)))
+        packed = self.backend.pack(StoredLinear(self.plain(name, out_size, in_size, dtype=torch.float32)))
+        self.copied(name)
+        return packed
 
     def linear(self, name: str, out_size: int, in_size: int, *, bias: bool = False) -> Linear:
         """`name`.weight [out, in] with its bias, in the backend's form."""
-        return self.backend.pack(self.stored(name, out_size, in_size, bias=bias))
+        packed = self.backend.pack(self.stored(name, out_size, in_size, bias=bias))
+        self.copied(f"{name}.weight")
+        return packed
+
+    def copied(self, *names: str) -> None:
+        """Say that nothing reads these tensors' own memory any more."""
+        if self.backend.copies:
+            for name in names:
+                self.checkpoint.release(name)
 
     def stored(self, name: str, out_size: int, in_size: int, *, bias: bool = False) -> StoredLinear:
         """`name`.weight with its bias and, where it is fp8, its block scales."""

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
+
 from longfill.cache.layout import RecordLayout
 from longfill.config import DEFAULT_MEMORY_SHARE, EngineArgs, cgroup_cpu_count, cgroup_memory_limit, parse_bytes
 from longfill.errors import CapacityError
@@ -172,19 +174,20 @@ def _fixed_rows(
 ) -> list[MemoryRow]:  # fmt: skip
     sizes = _workspace_sizes(args, config, layout, kernels, max_model_len)
     tokens = args.max_num_batched_tokens
-    sampled = max(args.max_num_seqs, MIN_ROWS)
+    sampled = args.max_num_seqs if kernels.native else max(args.max_num_seqs, MIN_ROWS)
     tile_bytes = attention_tile_bytes(sizes.topk, config.kv_lora_rank + config.qk_rope_head_dim)
     block = block_rows(args, config, kernels)
     activations = tokens * _step_row_bytes(config, kernels) + block * _block_row_bytes(config)
     rows = [
         MemoryRow("process", process_bytes, "Python, torch and libraries, with room to grow"),
-        MemoryRow("weights", weight_bytes, "memory-mapped where the dtype is the checkpoint's"),
+        MemoryRow("weights", weight_bytes, "packed for the kernels" if kernels.native else "memory-mapped"),
         MemoryRow("prompt ids", 32 * max_model_len, "text, token ids and page tables of one longest request"),
         MemoryRow("activations", activations, f"{tokens:,} rows of one step, at most {block:,} in a layer's middle"),
-        MemoryRow("attention tiles", TILE_COPIES * tile_bytes, "gathered rows and scores"),
         MemoryRow("logits", 3 * 4 * sampled * config.vocab_size, f"{sampled} sampled rows, fp32"),
     ]
-    if config.quant is not None:
+    if not kernels.native:
+        rows.append(MemoryRow("attention tiles", TILE_COPIES * tile_bytes, "gathered rows and scores"))
+    if config.quant is not None and not kernels.native:
         rows.append(MemoryRow("fp8 slices", DEQUANT_ROWS * _widest_input(config) * 12, "weights in passing"))
     if sizes.topk:
         rows.append(MemoryRow("selection", 2 * sizes.selection_bytes, f"top-{sizes.topk} positions of {tokens:,} rows"))
@@ -192,6 +195,8 @@ def _fixed_rows(
         tiles = sizes.score_tile_bytes + max(SELECT_TILE, max_model_len) * SELECT_BYTES
         rows.append(MemoryRow("indexer scores", sizes.logits_bytes, "one query chunk"))
         rows.append(MemoryRow("indexer tiles", tiles, "scoring and selection"))
+    if kernels.native:
+        rows.append(MemoryRow("kernel scratch", _native_bytes(args, config), "packed rows, sums, key tiles"))
     if kernels.native_index:
         rows.append(MemoryRow("indexer scratch", _native_index_bytes(args, config), "streaming scores and top-k"))
     if sizes.context_bytes:
@@ -204,6 +209,43 @@ def _native_index_bytes(args: EngineArgs, config: ModelConfig) -> int:
     assert indexer is not None
     threads = args.num_threads or cgroup_cpu_count()
     return cpu.scratch_bytes(heads=indexer.num_heads, dim=indexer.head_dim, topk=indexer.topk, num_threads=threads)
+
+
+def _native_bytes(args: EngineArgs, config: ModelConfig) -> int:
+    """The most that one native call but `index_topk` takes for itself; there is one at a time."""
+    threads, rows = args.num_threads or cgroup_cpu_count(), args.max_num_batched_tokens
+    shape = {"num_rows": rows, "compute_dtype": getattr(torch, config.dtype), "num_threads": threads}
+    c, hidden = config, config.hidden_size
+    sizes = [
+        cpu.linear_scratch_bytes(out_size=out_size, in_size=in_size, **shape)
+        for out_size, in_size in (
+            (hidden, c.num_heads * c.v_head_dim),
+            (c.num_heads * c.qk_head_dim, c.q_lora_rank or hidden),
+            (c.vocab_size, hidden),
+        )
+    ]
+    heads = ((c.kv_lora_rank, c.qk_nope_head_dim), (c.v_head_dim, c.kv_lora_rank))
+    sizes += [cpu.per_head_scratch_bytes(out_size=out_size, in_size=in_size, **shape) for out_size, in_size in heads]
+    sizes.append(cpu.mlp_scratch_bytes(hidden_size=hidden, inner_size=c.intermediate_size, **shape))
+    if c.moe is not None:
+        inner = c.moe.moe_intermediate_size
+        sizes.append(
+            cpu.experts_scratch_bytes(
+                hidden_size=hidden, inner_size=inner, shared_inner_size=inner * c.moe.num_shared_experts,
+                num_experts=c.moe.num_experts, experts_per_token=c.moe.experts_per_token, **shape,
+            )  # fmt: skip
+        )
+        sizes.append(
+            cpu.route_scratch_bytes(
+                hidden_size=hidden, num_experts=c.moe.num_experts, num_rows=rows, num_threads=threads
+            )
+        )
+    sizes.append(
+        cpu.attention_scratch_bytes(
+            heads=c.num_heads, rank=c.kv_lora_rank, rope_dim=c.qk_rope_head_dim, num_threads=threads
+        )
+    )
+    return max(sizes)
 
 
 def _widest_input(config: ModelConfig) -> int:
