@@ -1,7 +1,8 @@
-// Sixteen fp32 lanes in the compiler's own vector type, with the loads, stores and roundings that rows need.
+// fp32 lanes in the compiler's own vector type, as many as a register has, with the loads, stores and roundings that rows
+// need.
 //
-// Internal linkage, as in score.h: each instruction set's file compiles its own copy, in as many registers as sixteen
-// lanes take there. Invariant: nothing is fused or approximated, so every instruction set gives the same bits.
+// Internal linkage, as in score.h: each instruction set's file compiles its own copy. Invariant: nothing is fused or
+// approximated and sums have the same order for every number of lanes, so every instruction set gives the same bits.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +13,13 @@
 namespace longfill {
 namespace {
 
+#if defined(__AVX512F__)
 constexpr int kLanes = 16;
+#elif defined(__AVX2__)
+constexpr int kLanes = 8;
+#else
+constexpr int kLanes = 4;
+#endif
 
 typedef float Floats __attribute__((vector_size(4 * kLanes)));
 typedef std::int32_t Ints __attribute__((vector_size(4 * kLanes)));
@@ -73,7 +80,7 @@ struct Part {
   std::int64_t count;
 };
 
-// body(first index, Whole or Part) for the values [0, n), sixteen at a time.
+// body(first index, Whole or Part) for the values [0, n), a vector at a time.
 template <class Body>
 LONGFILL_INLINE void for_vectors(std::int64_t n, Body body) {
   std::int64_t i = 0;
@@ -104,14 +111,15 @@ LONGFILL_INLINE void store(T* p, Floats v, Part part) {
   for (std::int64_t i = 0; i < part.count; ++i) p[i] = few[i];
 }
 
-// The sum of term(first index, Whole or Part) over [0, n), in one fixed order: value i goes to lane i % 64, then halves
-// are added to halves. Lanes without a value must be zero.
+// The sum of term(first index, Whole or Part) over [0, n), in one fixed order: value i goes to running sum i % 64, then
+// halves are added to halves. Lanes without a value must be zero.
 template <class Term>
 LONGFILL_INLINE float sum_over(std::int64_t n, Term term) {
-  constexpr int vectors = 4;
+  constexpr int sums = 64;
+  constexpr int vectors = sums / kLanes;
   Floats sum[vectors] = {};
   std::int64_t i = 0;
-  for (; i + vectors * kLanes <= n; i += vectors * kLanes)
+  for (; i + sums <= n; i += sums)
     LONGFILL_UNROLL for (int v = 0; v < vectors; ++v) sum[v] += term(i + v * kLanes, Whole{});
   LONGFILL_UNROLL for (int v = 0; v < vectors; ++v, i += kLanes) {
     if (i + kLanes <= n) {
@@ -120,11 +128,13 @@ LONGFILL_INLINE float sum_over(std::int64_t n, Term term) {
       sum[v] += term(i, Part{n - i});
     }
   }
-  float t[kLanes];
-  to_memory(t, (sum[0] + sum[2]) + (sum[1] + sum[3]));
-  for (int width = kLanes / 2; width > 0; width /= 2)
-    for (int j = 0; j < width; ++j) t[j] += t[j + width];
-  return t[0];
+  LONGFILL_UNROLL for (int half = vectors / 2; half > 0; half /= 2)
+    LONGFILL_UNROLL for (int v = 0; v < half; ++v) sum[v] += sum[v + half];
+  float lanes[kLanes];
+  to_memory(lanes, sum[0]);
+  for (int half = kLanes / 2; half > 0; half /= 2)
+    for (int j = 0; j < half; ++j) lanes[j] += lanes[j + half];
+  return lanes[0];
 }
 
 // Largest magnitude of a row as bits: as integers NaN lies above infinity, so a NaN is never lost.
@@ -134,11 +144,11 @@ LONGFILL_INLINE std::int32_t largest_magnitude(const float* x, std::int64_t n) {
     const Ints magnitude = (Ints)load(x + i, some) & kMagnitude;
     most = magnitude > most ? magnitude : most;
   });
-  std::int32_t m[kLanes];
-  std::memcpy(m, &most, sizeof m);
-  for (int width = kLanes / 2; width > 0; width /= 2)
-    for (int j = 0; j < width; ++j) m[j] = m[j + width] > m[j] ? m[j + width] : m[j];
-  return m[0];
+  std::int32_t lanes[kLanes];
+  std::memcpy(lanes, &most, sizeof lanes);
+  for (int half = kLanes / 2; half > 0; half /= 2)
+    for (int j = 0; j < half; ++j) lanes[j] = lanes[j + half] > lanes[j] ? lanes[j + half] : lanes[j];
+  return lanes[0];
 }
 
 }  // namespace
