@@ -8,6 +8,10 @@
 #include <cstdint>
 #include <cstring>
 
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+
 #include "score.h"
 
 namespace longfill {
@@ -36,6 +40,14 @@ constexpr std::int32_t kSign = INT32_MIN;
 
 LONGFILL_INLINE Ints splat(std::int32_t value) { return Ints{} + value; }
 
+LONGFILL_INLINE Ints widened(Shorts v) {
+#if defined(__AVX512F__)
+  return (Ints)_mm512_cvtepu16_epi32((__m256i)v);  // the conversion below becomes two halves and a merge in GCC 12
+#else
+  return __builtin_convertvector(v, Ints);
+#endif
+}
+
 // Memory holds the values of one type; lanes are always fp32.
 template <class T>
 LONGFILL_INLINE Floats from_memory(const T* p);
@@ -49,7 +61,7 @@ template <>
 LONGFILL_INLINE Floats from_memory(const Bf16* p) {
   Shorts v;
   std::memcpy(&v, p, sizeof v);
-  return (Floats)(__builtin_convertvector(v, Ints) << 16);
+  return (Floats)(widened(v) << 16);
 }
 
 // To the nearest value of T, ties to even, still as fp32; a NaN stays one.
@@ -132,8 +144,8 @@ LONGFILL_INLINE float sum_over(std::int64_t n, Term term) {
     LONGFILL_UNROLL for (int v = 0; v < half; ++v) sum[v] += sum[v + half];
   float lanes[kLanes];
   to_memory(lanes, sum[0]);
-  for (int half = kLanes / 2; half > 0; half /= 2)
-    for (int j = 0; j < half; ++j) lanes[j] += lanes[j + half];
+  LONGFILL_UNROLL for (int half = kLanes / 2; half > 0; half /= 2)
+    LONGFILL_UNROLL for (int j = 0; j < half; ++j) lanes[j] += lanes[j + half];
   return lanes[0];
 }
 
