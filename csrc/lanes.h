@@ -1,5 +1,4 @@
-// fp32 lanes in the compiler's own vector type, as many as a register has, with the loads, stores and roundings that rows
-// need.
+// fp32 lanes in the compiler's own vector type, as many as a register has, and the loads, stores and sums over rows.
 //
 // Internal linkage, as in score.h: each instruction set's file compiles its own copy. Invariant: nothing is fused or
 // approximated and sums have the same order for every number of lanes, so every instruction set gives the same bits.
@@ -27,6 +26,7 @@ constexpr int kLanes = 4;
 
 typedef float Floats __attribute__((vector_size(4 * kLanes)));
 typedef std::int32_t Ints __attribute__((vector_size(4 * kLanes)));
+typedef std::uint32_t Words __attribute__((vector_size(4 * kLanes)));
 typedef std::uint16_t Shorts __attribute__((vector_size(2 * kLanes)));
 typedef std::uint8_t Chars __attribute__((vector_size(kLanes)));
 
@@ -40,11 +40,11 @@ constexpr std::int32_t kSign = INT32_MIN;
 
 LONGFILL_INLINE Ints splat(std::int32_t value) { return Ints{} + value; }
 
-LONGFILL_INLINE Ints widened(Shorts v) {
+LONGFILL_INLINE Words widened(Shorts v) {
 #if defined(__AVX512F__)
-  return (Ints)_mm512_cvtepu16_epi32((__m256i)v);  // the conversion below becomes two halves and a merge in GCC 12
+  return (Words)_mm512_cvtepu16_epi32((__m256i)v);  // the conversion below becomes two halves and a merge in GCC 12
 #else
-  return __builtin_convertvector(v, Ints);
+  return __builtin_convertvector(v, Words);
 #endif
 }
 
@@ -73,16 +73,16 @@ LONGFILL_INLINE Floats rounded<float>(Floats v) {
 }
 template <>
 LONGFILL_INLINE Floats rounded<Bf16>(Floats v) {
-  const Ints bits = (Ints)v;
+  const Words bits = (Words)v;
   // Carries out of a NaN's mantissa would leave a number: it gets a high mantissa bit instead.
-  const Ints nearest = v != v ? bits | 0x400000 : bits + 0x7fff + ((bits >> 16) & 1);
-  return (Floats)(nearest & ~0xffff);
+  const Words nearest = v != v ? bits | 0x400000 : bits + 0x7fff + ((bits >> 16) & 1);
+  return (Floats)(nearest & 0xffff0000u);
 }
 
 // Of values that are rounded to the memory's type already.
 LONGFILL_INLINE void to_memory(float* p, Floats v) { std::memcpy(p, &v, sizeof v); }
 LONGFILL_INLINE void to_memory(Bf16* p, Floats v) {
-  const Shorts halves = __builtin_convertvector((Ints)v >> 16, Shorts);
+  const Shorts halves = __builtin_convertvector((Words)v >> 16, Shorts);
   std::memcpy(p, &halves, sizeof halves);
 }
 
