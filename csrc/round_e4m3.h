@@ -15,15 +15,15 @@ constexpr std::int32_t kE4m3MinNormal = 0x3c800000;  // 2^-6
 constexpr float kSubnormalShift = 0x1p14f;
 constexpr std::int32_t kSubnormalShiftBits = 0x46800000;
 
-// The nearest values at the precision of a normal result: still with fp32's exponent, low 20 bits undefined.
-LONGFILL_INLINE Ints rounded_up_to_20(Ints magnitude) { return magnitude + 0x7ffff + ((magnitude >> 20) & 1); }
+// Three bits of mantissa, to nearest; the low 20 bits are left over.
+LONGFILL_INLINE Ints three_bits(Ints magnitude) { return magnitude + 0x7ffff + ((magnitude >> 20) & 1); }
 
 LONGFILL_INLINE Ints limited(Ints magnitude) { return magnitude < kE4m3Max ? magnitude : splat(kE4m3Max); }
 
 LONGFILL_INLINE Chars e4m3_bytes(Floats x) {
   const Ints magnitude = (Ints)x & kMagnitude;
   const Ints within = limited(magnitude);
-  const Ints normal = (rounded_up_to_20(within) >> 20) - ((127 - 7) << 3);
+  const Ints normal = (three_bits(within) >> 20) - ((127 - 7) << 3);
   const Ints subnormal = (Ints)((Floats)within + kSubnormalShift) - kSubnormalShiftBits;
   const Ints finite = within < kE4m3MinNormal ? subnormal : normal;
   const Ints byte = magnitude > kInfinity ? splat(0x7f) : finite;
@@ -34,7 +34,7 @@ LONGFILL_INLINE Chars e4m3_bytes(Floats x) {
 LONGFILL_INLINE Floats e4m3_values(Floats x) {
   const Ints magnitude = (Ints)x & kMagnitude;
   const Ints within = limited(magnitude);
-  const Ints normal = rounded_up_to_20(within) & ~0xfffff;
+  const Ints normal = three_bits(within) & ~0xfffff;
   const Ints subnormal = (Ints)(((Floats)within + kSubnormalShift) - kSubnormalShift);
   const Ints finite = within < kE4m3MinNormal ? subnormal : normal;
   return (Floats)((magnitude > kInfinity ? magnitude : finite) | ((Ints)x & kSign));
@@ -63,7 +63,9 @@ LONGFILL_INLINE void store_bytes(std::uint8_t* p, Chars bytes, Part part) {
 // Multiplying by the inverse of a power of two is as exact as dividing by it.
 LONGFILL_INLINE void quantise(const float* x, std::int64_t n, float scale, std::uint8_t* out) {
   const float inverse = 1.0f / scale;
-  for_vectors(n, [&](std::int64_t i, auto some) { store_bytes(out + i, e4m3_bytes(load(x + i, some) * inverse), some); });
+  for_vectors(n, [&](std::int64_t i, auto some) {
+    store_bytes(out + i, e4m3_bytes(load(x + i, some) * inverse), some);
+  });
 }
 
 // The same in place and as fp32 values, without the scale.

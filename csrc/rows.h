@@ -14,9 +14,10 @@ namespace longfill {
 
 enum class ValueType { kFloat32, kBf16 };
 
-constexpr float kIndexNormEps = 1e-6f;        // of the index keys' LayerNorm
-constexpr float kIndexKeyFloor = 1e-4f;       // least amax that scales are made for; kLatentFloor likewise
+constexpr float kIndexNormEps = 1e-6f;     // of the index keys' LayerNorm
+// The least largest value that a scale is made for.
 constexpr float kLatentFloor = 1e-4f;
+constexpr float kIndexKeyFloor = 1e-4f;
 constexpr float kIndexQueryFloor = 1e-10f;
 
 // Rows of values, `stride` bytes apart.

@@ -52,14 +52,14 @@ def test_check_finds_a_native_indexer_that_selects_other_keys(longfill, monkeypa
     ok = json.loads(longfill("check", "needle", "--json", *ENGINE).out)
     assert ok["ok"] is True
     assert "top-k lowered" in {row["case"] for row in ok["comparisons"]}
-    honest = cpu.index_topk
+    honest = cpu.NativeBackend.index_topk
 
-    def shifted(q_TID, w_TI, cache, chunks, selection_TK, *, num_threads):
-        honest(q_TID, w_TI, cache, chunks, selection_TK, num_threads=num_threads)
+    def shifted(self, q_TID, w_TI, cache, chunks, selection_TK, workspace):
+        honest(self, q_TID, w_TI, cache, chunks, selection_TK, workspace)
         scored = selection_TK[:, -1] > 64
         selection_TK[scored] = torch.arange(selection_TK.shape[1], dtype=torch.int32)
 
-    monkeypatch.setattr(cpu, "index_topk", shifted)
+    monkeypatch.setattr(cpu.NativeBackend, "index_topk", shifted)
     ran = longfill("check", "needle", "--json", *ENGINE)
     assert ran.code == 1
     assert {row["case"] for row in json.loads(ran.out)["comparisons"] if not row["ok"]} == {"top-k lowered"}

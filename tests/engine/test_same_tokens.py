@@ -16,8 +16,13 @@ import torch
 from tests.native import needs_native
 from tests.oracle.harness import engine, tokens
 from tests.tiny import make_checkpoint
+from torch import Tensor
 
 from longfill import LLM, SamplingParams
+from longfill.errors import LongfillError
+from longfill.kernels import select
+from longfill.kernels.cpu import NativeBackend
+from longfill.kernels.interface import Linear, Mlp
 from longfill.kernels.reference import linear
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -192,8 +197,52 @@ def test_sampled_tokens_do_not_depend_on_the_cut_either(folders: dict[str, Path]
 
 def test_the_digest_sees_a_sum_in_another_order(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """Gate: without the padding of narrow products, cutting the prompt shows in the digest."""
+    given = {"kernel_backend": "reference", "max_num_batched_tokens": 1}
+    want = results(start(folders["one_head"], "one_head", **given), [tokens(70)])[0]
     monkeypatch.setattr(linear, "MIN_ROWS", 1)
-    llm = start(folders["one_head"], "one_head", max_num_batched_tokens=1)
-    token_ids, digest = results(llm, [tokens(70)])[0]
-    assert digest != expected(folders, "one_head", length=70)[1]
+    token_ids, digest = results(start(folders["one_head"], "one_head", **given), [tokens(70)])[0]
+    assert digest != want[1]
     assert len(token_ids) == GREEDY.max_tokens
+
+
+class _SplitsAloneRows(NativeBackend):
+    """A product of one row takes its sum in two halves: a split that depends on the number of rows."""
+
+    def linear(self, x_TC: Tensor, weight: Linear) -> Tensor:
+        if x_TC.shape[0] > 1:
+            return super().linear(x_TC, weight)
+        half = x_TC.shape[1] // 2
+        low, high = x_TC.clone(), x_TC.clone()
+        low[:, half:], high[:, :half] = 0, 0
+        return super().linear(low, weight) + super().linear(high, weight)
+
+
+class _BreaksOneRow(NativeBackend):
+    """A padded row's NaN that leaks: the last row of calls with several is broken."""
+
+    def mlp(self, x_TC: Tensor, weights: Mlp) -> Tensor:
+        out_TC = super().mlp(x_TC, weights)
+        if x_TC.shape[0] > 1:
+            out_TC[-1] = float("nan")
+        return out_TC
+
+
+@needs_native
+def test_the_digest_sees_a_native_sum_in_another_order(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gate: a native product that splits its sum by the number of rows shows as soon as the prompt is cut."""
+    monkeypatch.setattr(select, "NativeBackend", _SplitsAloneRows)
+    for model in ("float32", "bfloat16"):
+        uncut = results(start(folders[model], model, max_num_batched_tokens=4096), [tokens(70)])[0]
+        cut = results(start(folders[model], model, max_num_batched_tokens=1), [tokens(70)])[0]
+        assert cut[1] != uncut[1]
+
+
+@needs_native
+def test_a_nan_in_one_row_is_seen(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gate: what a broken row would give is no token, and the request fails; another cut breaks another row."""
+    monkeypatch.setattr(select, "NativeBackend", _BreaksOneRow)
+    llm = start(folders["bfloat16"], "bfloat16", max_num_batched_tokens=4096)
+    with pytest.raises(LongfillError, match="logits"):
+        llm.generate([tokens(70)], GREEDY)

@@ -1,18 +1,17 @@
-"""The native row operations against the torch reference, and against themselves under every way to cut the work."""
+"""The native row operations against the torch reference."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.kernels.caches import random
+from tests.kernels.row_cases import INF, NAN, index_cache, latent_cache, same, slots, strided, tables, unit_rows
 from tests.native import needs_native
 from torch import Tensor
 
-from longfill.cache.formats import INDEX_FORMATS, LATENT_FORMATS, index_value_bytes, latent_row_bytes
+from longfill.cache.formats import INDEX_FORMATS, LATENT_FORMATS
 from longfill.kernels.cpu import isa_names, rows
 from longfill.kernels.interface import IndexCache, LatentCache
 from longfill.kernels.reference import linear, quant, store
@@ -26,34 +25,6 @@ both_layouts = pytest.mark.parametrize("interleaved", [True, False])
 WIDTHS = [1, 2, 15, 16, 17, 31, 33, 63, 64, 65, 79, 100, 127, 128, 129, 257, 6144]
 STEP = {torch.float32: 2.0**-22, torch.bfloat16: 2.0**-7}
 """What one rounding that falls the other way is worth, relative to a value."""
-NAN, INF = float("nan"), float("inf")
-
-
-def tables(num_rows: int, pairs: int, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Cosines and sines with YaRN's factor, as views with more behind every row."""
-    angles = 100 * random(num_rows, pairs + 3, seed=seed)
-    return 1.2 * angles.cos()[:, :pairs], 1.2 * angles.sin()[:, :pairs]
-
-
-def strided(x: Tensor) -> Tensor:
-    """The same values in rows that lie further apart, with NaN between."""
-    wide = torch.full((*x.shape[:-1], x.shape[-1] + 5), NAN, dtype=x.dtype)
-    view = wide[..., 2:-3]
-    view.copy_(x)
-    return view
-
-
-def bits(x: Tensor) -> Tensor:
-    return x.contiguous().view(torch.uint8)
-
-
-def same(a: Tensor, b: Tensor) -> bool:
-    return torch.equal(bits(a), bits(b))
-
-
-def unit_rows(num_rows: int, width: int, dtype: torch.dtype) -> Tensor:
-    """Rows of +1 and -1: their root mean square is 1 in every order of summation."""
-    return random(num_rows, width, seed=5).sign().to(dtype)
 
 
 # --- norms
@@ -175,18 +146,6 @@ def test_e4m3_of_any_floats(values: list[float]) -> None:
 # --- latent rows
 
 
-def latent_cache(cache_format: str, rank: int, rope_dim: int, pages: int = 4, page_size: int = 5) -> LatentCache:
-    """Rows inside larger records of NaN bytes."""
-    row_bytes = latent_row_bytes(cache_format, rank, rope_dim)
-    records = torch.full((pages, 12 + page_size * row_bytes + 8), 0xFF, dtype=torch.uint8)
-    rows_NBX = records[:, 12:-8].unflatten(1, (page_size, row_bytes))
-    return LatentCache(rows_NBX, cache_format, rank, rope_dim, 2.0**-5, 2.0**-3)
-
-
-def slots(num_rows: int, seed: int = 0) -> Tensor:
-    return torch.randperm(20, generator=torch.Generator().manual_seed(seed))[:num_rows]
-
-
 LATENT_SHAPES = [(512, 64), (128, 32), (132, 4), (16, 8), (252, 20), (128, 128), (260, 60)]
 
 
@@ -235,15 +194,6 @@ def test_store_latent_normalises_as_the_reference(
 
 
 # --- the indexer's keys and queries
-
-
-def index_cache(cache_format: str, dim: int, pages: int = 4, page_size: int = 5) -> IndexCache:
-    """Values, then scales, inside larger records of NaN bytes."""
-    plane = page_size * index_value_bytes(cache_format, dim)
-    records = torch.full((pages, 12 + plane + 4 * page_size + 8), 0xFF, dtype=torch.uint8)
-    values_NBX = records[:, 12 : 12 + plane].unflatten(1, (page_size, -1))
-    scales_NB = records[:, 12 + plane : -8].view(torch.float32) if cache_format == "fp8" else None
-    return IndexCache(values_NBX, scales_NB, cache_format, dim)
 
 
 def index_keys(cache: IndexCache) -> Tensor:
@@ -333,100 +283,6 @@ def test_the_scale_of_a_query_is_exact_at_powers_of_two_and_beside_them(isa: str
     assert same(scales[:, 0], quant.pow2_scale(amax, 1e-10))
 
 
-# --- one row, whatever is around it
-
-Operation = Callable[[slice, int, str], tuple[Tensor, ...]]
-NUM_ROWS = 150
-"""More than one task even of the narrow operations below, whose rows are blown up by heads or width."""
-
-
-def operations(dtype: torch.dtype, interleaved: bool, poison: int | None = None) -> dict[str, Operation]:
-    """Every operation as a function of (rows, threads, instruction set); `poison` makes one row NaN and infinite."""
-    x = random(NUM_ROWS, 1040).to(dtype)
-    kv, q, heads = x[:, :560], x[:, :1024], x[:, :1024].view(NUM_ROWS, 16, 64)
-    if poison is not None:
-        x[poison, 3::7] = NAN
-        x[poison, 5::7] = INF
-    weight, norm = random(1040, seed=1).to(dtype), (random(560, seed=2), random(560, seed=3))
-    residual, w = random(NUM_ROWS, 1040, seed=4).to(dtype), random(NUM_ROWS, 8, seed=5)
-    cos, sin = tables(NUM_ROWS, 24)
-
-    def add(r: slice, threads: int, isa: str) -> tuple[Tensor, ...]:
-        total = residual[r].clone()
-        return rows.add_rms_norm(x[r], total, weight, 1e-6, num_threads=threads, isa=isa), total
-
-    def latent(cache_format: str) -> Operation:
-        def run(r: slice, threads: int, isa: str) -> tuple[Tensor, ...]:
-            cache = latent_cache(cache_format, 512, 48, pages=40)
-            at = torch.arange(NUM_ROWS)[r]
-            rows.store_latent(
-                kv[r], weight[:512], 1e-6, cos[r], sin[r], cache, at,
-                interleaved=interleaved, num_threads=threads, isa=isa,
-            )  # fmt: skip
-            return (cache.rows_NBX.flatten(0, 1)[at],)
-
-        return run
-
-    def keys(r: slice, threads: int, isa: str) -> tuple[Tensor, ...]:
-        cache = index_cache("fp8", 560, pages=40)
-        at = torch.arange(NUM_ROWS)[r]
-        rows.store_index_keys(
-            kv[r], norm, cos[r], sin[r], cache, at, interleaved=interleaved, num_threads=threads, isa=isa
-        )
-        assert cache.scales_NB is not None
-        return cache.values_NBX.flatten(0, 1)[at], cache.scales_NB.flatten()[at]
-
-    def turned(r: slice, threads: int, isa: str) -> tuple[Tensor, ...]:
-        out = torch.empty_like(heads[r][..., 16:])
-        rows.rotate(heads[r][..., 16:], cos[r], sin[r], interleaved, out, num_threads=threads, isa=isa)
-        return (out,)
-
-    return {
-        "rms_norm": lambda r, threads, isa: (rows.rms_norm(x[r], weight, 1e-6, num_threads=threads, isa=isa),),
-        "add_rms_norm": add,
-        **{f"store_latent {cache_format}": latent(cache_format) for cache_format in LATENT_FORMATS},
-        "store_index_keys": keys,
-        "index_queries": lambda r, threads, isa: rows.index_queries(
-            q[r], w[r], cos[r], sin[r],
-            interleaved=interleaved, quantise=True, w_scale=0.1, num_threads=threads, isa=isa,
-        ),
-        "rotate": turned,
-    }  # fmt: skip
-
-
-@both_dtypes
-@both_layouts
-def test_a_row_has_the_same_bits_in_every_company_thread_count_and_instruction_set(
-    dtype: torch.dtype, interleaved: bool
-) -> None:
-    for name, operation in operations(dtype, interleaved).items():
-        whole = operation(slice(None), 1, isa_names()[0])
-        for isa in isa_names():
-            for threads in (1, 2, 3):
-                assert all(map(same, operation(slice(None), threads, isa), whole)), (name, isa, threads)
-            for cut in (slice(0, 1), slice(77, 78), slice(149, 150), slice(30, 97)):
-                assert all(same(a, b[cut]) for a, b in zip(operation(cut, 2, isa), whole, strict=True)), (
-                    name,
-                    isa,
-                    cut,
-                )
-
-
-@both_dtypes
-def test_nan_and_infinity_stay_in_their_row(dtype: torch.dtype) -> None:
-    clean, poisoned = operations(dtype, True), operations(dtype, True, poison=40)
-    others = torch.arange(NUM_ROWS) != 40
-    for isa in isa_names():
-        for name in clean:
-            pairs = zip(clean[name](slice(None), 2, isa), poisoned[name](slice(None), 2, isa), strict=True)
-            assert all(same(a[others], b[others]) for a, b in pairs), (name, isa)
-            got = poisoned[name](slice(40, 41), 1, isa)[0]
-            if got.dtype == torch.uint8:
-                assert not same(got, clean[name](slice(40, 41), 1, isa)[0]), (name, isa)
-            else:
-                assert got.isnan().any(), (name, isa)
-
-
 @every_isa
 @pytest.mark.parametrize("pattern", [0x7F800001, 0x7FFFFFFF, 0xFF80FFFF, 0xFFFFFFFF, 0x7FC00000])
 def test_every_nan_stays_one_in_bf16(isa: str, pattern: int) -> None:
@@ -441,97 +297,3 @@ def test_every_nan_stays_one_in_bf16(isa: str, pattern: int) -> None:
     stored = cache.rows_NBX.flatten(0, 1)[[6, 3]].contiguous().view(torch.bfloat16)
     assert stored[0, 4:].isnan().all()
     assert (stored[1] == 1).all()
-
-
-# --- what is refused
-
-
-def store_with(at: list[int], **changed: Tensor) -> None:
-    cache = latent_cache("fp8", 16, 8)
-    given = {"kv": random(2, 24), "norm": torch.ones(16), "cos": torch.ones(2, 4), "sin": torch.zeros(2, 4), **changed}
-    rows.store_latent(
-        given["kv"], given["norm"], 1e-6, given["cos"], given["sin"], cache, torch.tensor(at, dtype=torch.int64),
-        interleaved=True, num_threads=1,
-    )  # fmt: skip
-
-
-def test_slots_outside_the_pool_are_refused() -> None:
-    store_with([19, 0])
-    for at in ([20, 0], [-1, 0], [2**40, 0]):
-        with pytest.raises(ValueError, match="slot"):
-            store_with(at)
-        with pytest.raises(ValueError, match="slot"):
-            rows.store_index_keys(
-                random(2, 64), (torch.ones(64), torch.zeros(64)), *tables(2, 8), index_cache("fp8", 64),
-                torch.tensor(at), interleaved=True, num_threads=1,
-            )  # fmt: skip
-    with pytest.raises(ValueError, match="slot"):
-        store_with([1])
-
-
-@pytest.mark.parametrize(
-    "changed",
-    [
-        {"kv": torch.zeros(2, 23)},
-        {"kv": torch.zeros(2, 48)[:, ::2]},
-        {"kv": torch.zeros(2, 24, dtype=torch.bfloat16)},
-        {"kv": torch.zeros(2, 24, dtype=torch.float16)},
-        {"norm": torch.ones(15)},
-        {"norm": torch.ones(32)[::2]},
-        {"cos": torch.ones(1, 4)},
-        {"sin": torch.ones(2, 3)},
-    ],
-    ids=str,
-)
-def test_latent_rows_that_do_not_fit_together_are_refused(changed: dict[str, Tensor]) -> None:
-    with pytest.raises(ValueError, match=r"must|row"):
-        store_with([0, 1], **changed)
-
-
-def test_caches_that_are_not_what_they_say_are_refused() -> None:
-    cos, sin = tables(2, 4)
-    sized = torch.zeros(4, 5, 24, dtype=torch.uint8)
-
-    def write(cache: LatentCache) -> None:
-        rows.store_latent(
-            random(2, 24), torch.ones(16), 1e-6, cos, sin, cache, torch.tensor([0, 1]), interleaved=True, num_threads=1
-        )
-
-    for cache_format in ("float32", "bfloat16", "fp8_ds_mla"):
-        with pytest.raises(ValueError, match="size"):
-            write(LatentCache(sized, cache_format, 16, 8, 1.0, 1.0))
-    with pytest.raises(ValueError, match="fp4"):
-        write(LatentCache(sized, "fp4", 16, 8, 1.0, 1.0))
-    for scale in (0.0, 3.0, -1.0, NAN, INF, 1e-45):
-        for scales in ((scale, 1.0), (1.0, scale)):
-            with pytest.raises(ValueError, match="powers of two"):
-                write(LatentCache(sized, "fp8", 16, 8, *scales))
-
-
-def test_results_that_do_not_fit_are_refused() -> None:
-    x, weight = random(3, 16), torch.ones(16)
-    for out in (torch.empty(3, 15), torch.empty(2, 16), torch.empty(1, 16).expand(3, 16), torch.empty(16, 3).T):
-        with pytest.raises(ValueError, match=r"result|overlap|contiguous"):
-            rows.rms_norm(x, weight, 1e-6, num_threads=1, out=out)
-    with pytest.raises(ValueError, match="residual"):
-        rows.add_rms_norm(x, random(2, 16), weight, 1e-6, num_threads=1)
-    with pytest.raises(ValueError, match="num_threads"):
-        rows.rms_norm(x, weight, 1e-6, num_threads=0)
-    with pytest.raises(ValueError, match="all heads"):
-        rows.index_queries(
-            random(3, 17), torch.ones(3, 2), *tables(3, 2), interleaved=True, quantise=True, w_scale=1.0, num_threads=1
-        )
-    with pytest.raises(ValueError, match="rotary part"):
-        rows.index_queries(
-            random(3, 16), torch.ones(3, 2), *tables(3, 5), interleaved=True, quantise=True, w_scale=1.0, num_threads=1
-        )
-
-
-def test_no_rows_are_no_work() -> None:
-    store_with([], kv=random(0, 24), cos=torch.ones(0, 4), sin=torch.ones(0, 4))
-    assert rows.rms_norm(random(0, 8), torch.ones(8), 1e-6, num_threads=2).shape == (0, 8)
-
-
-def test_scratch_grows_with_width_and_threads_alone() -> None:
-    assert rows.row_scratch_bytes(576, num_threads=1) == -(-4 * (576 + 16) // 64) * 64
-    assert rows.row_scratch_bytes(576, num_threads=3) == 3 * rows.row_scratch_bytes(576, num_threads=1)

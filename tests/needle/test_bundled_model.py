@@ -59,10 +59,11 @@ def test_the_answer_is_lost_without_the_shared_layers() -> None:
     shared = [decoder.caches.latent[i] for i, kind in enumerate(indexer.types) if kind == "shared"]
 
     class WithoutShared:
+        begin = staticmethod(attend.begin)
         select = staticmethod(attend.select)
 
-        def __call__(self, q_THX: Tensor, cache: LatentCache, rows: StepRows) -> Tensor:
-            out = attend(q_THX, cache, rows)
+        def __call__(self, q_THX: Tensor, cache: LatentCache, block: StepRows, span: slice) -> Tensor:
+            out = attend(q_THX, cache, block, span)
             return torch.zeros_like(out) if any(cache is layer for layer in shared) else out
 
     decoder.attend = WithoutShared()  # type: ignore[assignment]

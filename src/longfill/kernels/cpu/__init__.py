@@ -6,6 +6,7 @@ from longfill.kernels.cpu.experts import experts_scratch_bytes, route_scratch_by
 from longfill.kernels.cpu.extension import available, describe, isa_names, selected_isa
 from longfill.kernels.cpu.indexer import index_topk, scratch_bytes
 from longfill.kernels.cpu.linear import linear_scratch_bytes, mlp_scratch_bytes, per_head_scratch_bytes
+from longfill.kernels.cpu.rows import row_scratch_bytes
 
 __all__ = [
     "NativeBackend",
@@ -19,6 +20,7 @@ __all__ = [
     "mlp_scratch_bytes",
     "per_head_scratch_bytes",
     "route_scratch_bytes",
+    "row_scratch_bytes",
     "scratch_bytes",
     "selected_isa",
 ]
