@@ -24,8 +24,10 @@ void pack_panel(const Layout& l, std::int64_t panel, const char* data, std::int6
     const std::int64_t last = std::min(first + kInputs, l.k);
     for (std::int64_t column = 0; column < columns; ++column) {
       const char* const from = data + (panel * l.panel_columns() + column) * n_stride;
-      for (std::int64_t i = first; i < last; ++i)
-        std::memcpy(to + (i / l.depth * step_columns + column) * l.depth + i % l.depth, from + i * k_stride, sizeof(Item));
+      for (std::int64_t i = first; i < last; ++i) {
+        const std::int64_t at = (i / l.depth * step_columns + column) * l.depth + i % l.depth;
+        std::memcpy(to + at, from + i * k_stride, sizeof(Item));
+      }
     }
   }
 }
