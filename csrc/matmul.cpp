@@ -14,6 +14,11 @@ constexpr std::int64_t kBlockBytes = 6 << 20;  // of packed rows: they come from
 constexpr std::int64_t kPackRows = 16;       // rows that a task packs
 constexpr std::int64_t kTasksPerThread = 4;  // so that the threads end together
 constexpr std::int64_t kMinPartRows = 48;    // below it a panel is better not read twice
+constexpr std::int64_t kLoneRows = 2;        // up to so many, the machine fetches ahead well enough by itself
+constexpr std::int64_t kFewRows = 16;        // up to so many, tile_few_rows
+constexpr std::int64_t kRunSteps = 16;       // of those
+constexpr std::int64_t kAhead = 8 << 10;     // bytes
+constexpr std::int64_t kCacheLine = 64;
 constexpr std::int64_t kMaxLanes = 16;
 // Of weights read once, and of multiply-adds eight at the time of one weight: about 10 us.
 constexpr std::int64_t kWorkPerThread = 128 << 10;
@@ -103,6 +108,21 @@ const char* readable_slice(const Isa& isa, const PackedMatrix& m, std::int64_t p
 
 std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
 
+// The tiles of a few rows take less time than their weights take to arrive: they go in short runs of steps, each asking
+// for what lies kAhead bytes further on.
+void tile_few_rows(void (*tile)(const TileArgs&), TileArgs args, std::int64_t vector_bytes) {
+  const std::int64_t step_bytes = args.vectors * vector_bytes;
+  for (std::int64_t left = args.steps; left > 0; left -= kRunSteps) {
+    args.steps = std::min(left, kRunSteps);
+    const char* const end = args.b + args.steps * step_bytes;
+    for (const char* line = args.b; line < end; line += kCacheLine) __builtin_prefetch(line + kAhead);
+    tile(args);
+    args.a += args.steps * 4;
+    args.b = end;
+    args.accumulate = true;
+  }
+}
+
 }  // namespace
 
 PackedRows::PackedRows(Carver& carver, const Layout& weights, std::int64_t rows_)
@@ -162,7 +182,11 @@ void multiply_panel(const Isa& isa, const PackedMatrix& matrix, std::int64_t pan
     args.b = readable_slice(isa, matrix, panel, step, end, decoded);
     args.steps = end - step;
     args.accumulate = slice > 0;
-    tile(args);
+    if (count > kLoneRows && count <= kFewRows && args.b != decoded) {
+      tile_few_rows(tile, args, l.vector_bytes());
+    } else {
+      tile(args);
+    }
   }
 }
 
