@@ -42,6 +42,11 @@ bool adjacent(const Array& array, std::size_t dimension) {
   return array.stride(dimension) == 1 || array.shape(dimension) <= 1;
 }
 
+template <class Array>
+bool contiguous(const Array& array) {
+  return adjacent(array, 1) && (array.shape(0) <= 1 || array.stride(0) == size(array, 1));
+}
+
 Format format_named(const std::string& name) {
   if (name == "float32") return Format::kFloat32;
   if (name == "bfloat16") return Format::kBfloat16;
@@ -92,7 +97,8 @@ Weight make_weight(const std::string& isa_name, const std::string& format, bool 
   require(count >= 1 && adjacent(data, 0) && size(data, 0) >= (count - 1) * stride + layout.bytes(),
           "the packed bytes do not cover the weight");
   require(reinterpret_cast<std::uintptr_t>(data.data()) % kAlign == 0, "packed bytes must start at a multiple of 64");
-  Weight weight{isa, PackedMatrix{layout, reinterpret_cast<const char*>(data.data()), bf16}, count, stride, data, scale, bias};
+  const PackedMatrix matrix{layout, reinterpret_cast<const char*>(data.data()), bf16};
+  Weight weight{isa, matrix, count, stride, data, scale, bias};
   PackedMatrix& m = weight.matrix;
   require(scale.has_value() == (layout.format == Format::kFp8), "scales belong to fp8 weights, and to each of them");
   if (scale.has_value()) {
@@ -130,7 +136,7 @@ void pack_py(const std::string& isa_name, const std::string& format, bool bf16, 
 void unpack_py(const Weight& weight, std::int64_t first, std::int64_t last, const FloatsOut2& out, int num_threads) {
   const Layout& l = weight.matrix.layout;
   require(first >= 0 && first <= last && last <= l.n && num_threads >= 1, "rows outside the weight");
-  require(size(out, 0) == last - first && size(out, 1) == l.k && adjacent(out, 1) && (out.stride(0) == l.k || last - first <= 1),
+  require(size(out, 0) == last - first && size(out, 1) == l.k && contiguous(out),
           "out must be a contiguous [rows, inputs]");
   float* const to = out.data();
   nb::gil_scoped_release release;
@@ -220,8 +226,8 @@ void experts_py(const std::vector<MlpWeights>& weights, const std::optional<MlpW
   const Activations from = rows_of(x, width, "x");
   const Output to = output_of(out, rows, width);
   const std::int64_t k = size(ids, 1);
-  const bool contiguous = adjacent(ids, 1) && adjacent(factors, 1) && (rows <= 1 || (ids.stride(0) == k && factors.stride(0) == k));
-  require(size(ids, 0) == rows && size(factors, 0) == rows && size(factors, 1) == k && contiguous,
+  require(size(ids, 0) == rows && size(factors, 0) == rows && size(factors, 1) == k && contiguous(ids) &&
+              contiguous(factors),
           "ids and weights must be contiguous [rows, experts a row]");
   for (std::int64_t i = 0; i < rows * k; ++i) {
     const std::int64_t id = ids.data()[i];
@@ -234,20 +240,22 @@ void experts_py(const std::vector<MlpWeights>& weights, const std::optional<MlpW
 }
 
 void route_py(const Weight& router, const std::optional<Floats1>& bias, const std::string& scoring,
-              const std::string& group_value, std::int64_t groups, std::int64_t kept_groups, bool normalise, float scale,
-              const Any2& x, const LongsOut2& ids, const FloatsOut2& weights, int num_threads) {
+              const std::string& group_value, std::int64_t groups, std::int64_t kept_groups, bool normalise,
+              float scale, const Any2& x, const LongsOut2& ids, const FloatsOut2& weights, int num_threads) {
   const Layout& l = router.matrix.layout;
   const std::int64_t rows = size(x, 0);
   const std::int64_t k = size(ids, 1);
-  require(router.count == 1 && num_threads >= 1, "num_threads must be at least 1");
+  require(router.count == 1, "a router is one weight");
+  require(num_threads >= 1, "num_threads must be at least 1");
   require(l.depth == 1, "a router is packed for products in float32");
   require(scoring == "sigmoid" || scoring == "softmax", "scoring is sigmoid or softmax");
   require(group_value == "top2" || group_value == "max" || group_value.empty(), "a group's value is top2 or max");
-  require(groups >= 1 && l.n % groups == 0 && kept_groups >= 1 && kept_groups <= groups, "groups must divide the experts");
+  require(groups >= 1 && l.n % groups == 0, "groups must divide the experts");
+  require(kept_groups >= 1 && kept_groups <= groups, "1 to all groups are kept");
   require(groups == 1 || group_value != "top2" || l.n / groups >= 2, "a group's two best need two experts");
   require(k >= 1 && k <= l.n, "a row takes 1 to all experts");
-  require(size(ids, 0) == rows && size(weights, 0) == rows && size(weights, 1) == k && adjacent(ids, 1) &&
-              adjacent(weights, 1) && (rows <= 1 || (ids.stride(0) == k && weights.stride(0) == k)),
+  require(size(ids, 0) == rows && size(weights, 0) == rows && size(weights, 1) == k && contiguous(ids) &&
+              contiguous(weights),
           "ids and weights must be contiguous [rows, experts a row]");
   require(!bias.has_value() || (size(*bias, 0) == l.n && adjacent(*bias, 0)), "the bias must hold one value an expert");
   const Choice choice{scoring == "sigmoid" ? Scoring::kSigmoid : Scoring::kSoftmax,
@@ -286,52 +294,73 @@ std::int64_t experts_scratch_py(const std::string& isa_name, bool bf16, std::int
   return experts_scratch_bytes(isa, all, &shared, k, rows, width, num_threads);
 }
 
-void bind_weights(nb::module_& m) {
-  nb::class_<Weight>(m, "PackedMatrix")
-      .def("__init__", [](Weight* self, const std::string& isa, const std::string& format, bool bf16, std::int64_t n,
-                          std::int64_t k, std::int64_t count, const Bytes1& data, const std::optional<Floats2>& scale,
-                          std::tuple<std::int64_t, std::int64_t> block, const std::optional<Floats1>& bias) {
-        new (self) Weight(make_weight(isa, format, bf16, n, k, count, data, scale, block, bias));
-      }, nb::arg("isa"), nb::arg("format"), nb::arg("bf16"), nb::arg("n"), nb::arg("k"), nb::arg("count"),
-         nb::arg("data").noconvert(), nb::arg("scale").noconvert().none(), nb::arg("block"),
-         nb::arg("bias").noconvert().none());
+std::int64_t packed_bytes_py(const std::string& isa, const std::string& format, bool bf16, std::int64_t n,
+                             std::int64_t k) {
+  return checked_layout(isa_named(isa), format, bf16, n, k).bytes();
+}
+
+std::int64_t linear_scratch_py(const std::string& name, bool bf16, std::int64_t n, std::int64_t k, std::int64_t rows,
+                               int num_threads) {
+  const Isa& isa = isa_named(name);
+  return linear_scratch_bytes(isa, shape_of(isa, bf16, n, k).layout, rows, num_threads);
+}
+
+std::int64_t per_head_scratch_py(const std::string& name, bool bf16, std::int64_t n, std::int64_t k, std::int64_t rows,
+                                 int num_threads) {
+  const Isa& isa = isa_named(name);
+  return per_head_scratch_bytes(isa, shape_of(isa, bf16, n, k).layout, rows, num_threads);
+}
+
+std::int64_t mlp_scratch_py(const std::string& name, bool bf16, std::int64_t width, std::int64_t inner,
+                            std::int64_t rows, int num_threads) {
+  const Isa& isa = isa_named(name);
+  const PackedMatrix in = shape_of(isa, bf16, inner, width);
+  const PackedMatrix out = shape_of(isa, bf16, width, inner);
+  return mlp_scratch_bytes(isa, {&in, &in, &out}, rows, num_threads);
+}
+
+std::int64_t route_scratch_py(const std::string& name, std::int64_t experts, std::int64_t width, std::int64_t rows,
+                              int num_threads) {
+  const Isa& isa = isa_named(name);
+  return route_scratch_bytes(isa, shape_of(isa, false, experts, width).layout, rows, num_threads);
+}
+
+void bind_packing(nb::module_& m) {
   m.def("pack", &pack_py, nb::arg("isa"), nb::arg("format"), nb::arg("bf16"), nb::arg("source").noconvert(),
         nb::arg("out").noconvert(), nb::arg("num_threads"));
   m.def("unpack", &unpack_py, nb::arg("weight"), nb::arg("first"), nb::arg("last"), nb::arg("out").noconvert(),
         nb::arg("num_threads"));
-  m.def("packed_bytes", [](const std::string& isa, const std::string& format, bool bf16, std::int64_t n, std::int64_t k) {
-    return checked_layout(isa_named(isa), format, bf16, n, k).bytes();
-  }, nb::arg("isa"), nb::arg("format"), nb::arg("bf16"), nb::arg("n"), nb::arg("k"));
+  m.def("packed_bytes", &packed_bytes_py, nb::arg("isa"), nb::arg("format"), nb::arg("bf16"), nb::arg("n"),
+        nb::arg("k"));
+  const auto init = [](Weight* self, const std::string& isa, const std::string& format, bool bf16, std::int64_t n,
+                       std::int64_t k, std::int64_t count, const Bytes1& data, const std::optional<Floats2>& scale,
+                       std::tuple<std::int64_t, std::int64_t> block, const std::optional<Floats1>& bias) {
+    new (self) Weight(make_weight(isa, format, bf16, n, k, count, data, scale, block, bias));
+  };
+  nb::class_<Weight>(m, "PackedMatrix")
+      .def("__init__", init, nb::arg("isa"), nb::arg("format"), nb::arg("bf16"), nb::arg("n"), nb::arg("k"),
+           nb::arg("count"), nb::arg("data").noconvert(), nb::arg("scale").noconvert().none(), nb::arg("block"),
+           nb::arg("bias").noconvert().none());
 }
 
 void bind_scratch(nb::module_& m) {
-  m.def("linear_scratch_bytes", [](const std::string& name, bool bf16, std::int64_t n, std::int64_t k, std::int64_t rows, int num_threads) {
-    const Isa& isa = isa_named(name);
-    return linear_scratch_bytes(isa, shape_of(isa, bf16, n, k).layout, rows, num_threads);
-  }, nb::arg("isa"), nb::arg("bf16"), nb::arg("n"), nb::arg("k"), nb::arg("rows"), nb::arg("num_threads"));
-  m.def("per_head_scratch_bytes", [](const std::string& name, bool bf16, std::int64_t n, std::int64_t k, std::int64_t rows, int num_threads) {
-    const Isa& isa = isa_named(name);
-    return per_head_scratch_bytes(isa, shape_of(isa, bf16, n, k).layout, rows, num_threads);
-  }, nb::arg("isa"), nb::arg("bf16"), nb::arg("n"), nb::arg("k"), nb::arg("rows"), nb::arg("num_threads"));
-  m.def("mlp_scratch_bytes", [](const std::string& name, bool bf16, std::int64_t width, std::int64_t inner, std::int64_t rows, int num_threads) {
-    const Isa& isa = isa_named(name);
-    const PackedMatrix in = shape_of(isa, bf16, inner, width);
-    const PackedMatrix out = shape_of(isa, bf16, width, inner);
-    return mlp_scratch_bytes(isa, {&in, &in, &out}, rows, num_threads);
-  }, nb::arg("isa"), nb::arg("bf16"), nb::arg("width"), nb::arg("inner"), nb::arg("rows"), nb::arg("num_threads"));
+  m.def("linear_scratch_bytes", &linear_scratch_py, nb::arg("isa"), nb::arg("bf16"), nb::arg("n"), nb::arg("k"),
+        nb::arg("rows"), nb::arg("num_threads"));
+  m.def("per_head_scratch_bytes", &per_head_scratch_py, nb::arg("isa"), nb::arg("bf16"), nb::arg("n"), nb::arg("k"),
+        nb::arg("rows"), nb::arg("num_threads"));
+  m.def("mlp_scratch_bytes", &mlp_scratch_py, nb::arg("isa"), nb::arg("bf16"), nb::arg("width"), nb::arg("inner"),
+        nb::arg("rows"), nb::arg("num_threads"));
   m.def("experts_scratch_bytes", &experts_scratch_py, nb::arg("isa"), nb::arg("bf16"), nb::arg("width"),
         nb::arg("inner"), nb::arg("shared_inner"), nb::arg("num_experts"), nb::arg("k"), nb::arg("rows"),
         nb::arg("num_threads"));
-  m.def("route_scratch_bytes", [](const std::string& name, std::int64_t experts, std::int64_t width, std::int64_t rows, int num_threads) {
-    const Isa& isa = isa_named(name);
-    return route_scratch_bytes(isa, shape_of(isa, false, experts, width).layout, rows, num_threads);
-  }, nb::arg("isa"), nb::arg("experts"), nb::arg("width"), nb::arg("rows"), nb::arg("num_threads"));
+  m.def("route_scratch_bytes", &route_scratch_py, nb::arg("isa"), nb::arg("experts"), nb::arg("width"),
+        nb::arg("rows"), nb::arg("num_threads"));
 }
 
 }  // namespace
 
 void bind_linear(nb::module_& m) {
-  bind_weights(m);
+  bind_packing(m);
   bind_scratch(m);
   m.def("linear", &linear_py, nb::arg("weight"), nb::arg("x").noconvert(), nb::arg("out").noconvert(),
         nb::arg("num_threads"));

@@ -26,6 +26,11 @@ struct MlpMemory {
   }
 };
 
+std::int64_t rows_together(const Mlp& weights, std::int64_t rows) {
+  return std::min(block_rows(weights.gate->layout, rows), block_rows(weights.down->layout, rows));
+}
+
+// The memory for blocks of so many rows.
 std::size_t mlp_bytes(const Isa& isa, const Mlp& weights, std::int64_t rows, int num_threads) {
   Carver measure(nullptr);
   MlpMemory(measure, isa, weights, rows, num_threads);
@@ -135,7 +140,8 @@ struct ExpertsMemory {
   float* total;
   char* block;
 
-  ExpertsMemory(Carver& carver, std::int64_t experts, std::int64_t entries, std::int64_t values, std::size_t block_bytes)
+  ExpertsMemory(Carver& carver, std::int64_t experts, std::int64_t entries, std::int64_t values,
+                std::size_t block_bytes)
       : groups(carver, experts, entries),
         total(carver.take<float>(values)),
         block(carver.take<char>(static_cast<std::int64_t>(block_bytes))) {}
@@ -146,12 +152,12 @@ void add_expert(const Isa& isa, const Mlp& weights, const Activations& x, const 
                 float* total, char* block, int num_threads) {
   if (rows == 0) return;
   const std::int64_t width = weights.down->layout.n;
-  const std::int64_t block_rows = std::min(rows, kBlockRows);
-  const int threads = threads_for(weights, block_rows, num_threads);
+  const std::int64_t together = rows_together(weights, rows);
+  const int threads = threads_for(weights, together, num_threads);
   Carver carver(block);
-  const MlpMemory memory(carver, isa, weights, block_rows, threads);
-  for (std::int64_t first = 0; first < rows; first += block_rows) {
-    const std::int64_t count = std::min(block_rows, rows - first);
+  const MlpMemory memory(carver, isa, weights, together, threads);
+  for (std::int64_t first = 0; first < rows; first += together) {
+    const std::int64_t count = std::min(together, rows - first);
     multiply_inner(isa, weights, x, first, count, memory, threads);
     multiply_down(isa, *weights.down, count, memory, threads,
                   [&](std::int64_t r, std::int64_t column, std::int64_t columns, const float* values) {
@@ -166,13 +172,13 @@ void add_expert(const Isa& isa, const Mlp& weights, const Activations& x, const 
 
 void mlp(const Isa& isa, const Mlp& weights, const Activations& x, std::int64_t rows, const Output& out,
          int num_threads) {
-  const std::int64_t block_rows = std::min(rows, kBlockRows);
-  const int threads = threads_for(weights, block_rows, num_threads);
-  const Bytes bytes = allocate(mlp_bytes(isa, weights, block_rows, threads));
+  const std::int64_t together = rows_together(weights, rows);
+  const int threads = threads_for(weights, together, num_threads);
+  const Bytes bytes = allocate(mlp_bytes(isa, weights, together, threads));
   Carver carver(bytes.get());
-  const MlpMemory memory(carver, isa, weights, block_rows, threads);
-  for (std::int64_t first = 0; first < rows; first += block_rows) {
-    const std::int64_t count = std::min(block_rows, rows - first);
+  const MlpMemory memory(carver, isa, weights, together, threads);
+  for (std::int64_t first = 0; first < rows; first += together) {
+    const std::int64_t count = std::min(together, rows - first);
     multiply_inner(isa, weights, x, first, count, memory, threads);
     multiply_down(isa, *weights.down, count, memory, threads,
                   [&](std::int64_t r, std::int64_t column, std::int64_t columns, const float* values) {
@@ -183,7 +189,7 @@ void mlp(const Isa& isa, const Mlp& weights, const Activations& x, std::int64_t 
 }
 
 std::int64_t mlp_scratch_bytes(const Isa& isa, const Mlp& weights, std::int64_t rows, int num_threads) {
-  return static_cast<std::int64_t>(mlp_bytes(isa, weights, std::min(rows, kBlockRows), num_threads));
+  return static_cast<std::int64_t>(mlp_bytes(isa, weights, rows_together(weights, rows), num_threads));
 }
 
 void experts(const Isa& isa, const std::vector<Mlp>& weights, const Mlp* shared, const Routes& routes,
@@ -218,9 +224,11 @@ void experts(const Isa& isa, const std::vector<Mlp>& weights, const Mlp* shared,
 
 std::int64_t experts_scratch_bytes(const Isa& isa, const std::vector<Mlp>& weights, const Mlp* shared, std::int64_t k,
                                    std::int64_t rows, std::int64_t width, int num_threads) {
-  const std::int64_t block_rows = std::min(rows, kBlockRows);
-  std::size_t block = shared == nullptr ? 0 : mlp_bytes(isa, *shared, block_rows, num_threads);
-  for (const Mlp& expert : weights) block = std::max(block, mlp_bytes(isa, expert, block_rows, num_threads));
+  const auto bytes_of_block = [&](const Mlp& block) {
+    return mlp_bytes(isa, block, rows_together(block, rows), num_threads);
+  };
+  std::size_t block = shared == nullptr ? 0 : bytes_of_block(*shared);
+  for (const Mlp& expert : weights) block = std::max(block, bytes_of_block(expert));
   Carver measure(nullptr);
   ExpertsMemory(measure, static_cast<std::int64_t>(weights.size()), rows * k, rows * width, block);
   return static_cast<std::int64_t>(measure.used());

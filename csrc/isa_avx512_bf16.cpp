@@ -8,6 +8,7 @@
 
 #include "attention_avx512_bf16.h"
 #include "avx512_topk.h"
+#include "convert.h"
 #include "e4m3.h"
 #include "linear_steps.h"
 #include "rows_steps.h"
@@ -47,14 +48,6 @@ struct Avx512Bf16 {
   static LONGFILL_INLINE Float load(const float* p) { return _mm512_loadu_ps(p); }
   static LONGFILL_INLINE void store(float* p, Float f) { _mm512_storeu_ps(p, f); }
 };
-
-// Round to nearest even; a NaN keeps a mantissa bit.
-std::uint16_t to_bf16(float value) {
-  std::uint32_t bits;
-  std::memcpy(&bits, &value, sizeof bits);
-  if (value != value) return static_cast<std::uint16_t>((bits >> 16) | 0x40);
-  return static_cast<std::uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
-}
 
 void pack_query(const float* values, std::int64_t count, char* out) {
   std::uint16_t* const packed = reinterpret_cast<std::uint16_t*>(out);
@@ -127,20 +120,28 @@ struct ScaledTable {
   }
 };
 
+// Bytes between what is decoded and what is fetched from memory meanwhile: a panel is read from one end to the other.
+constexpr std::int64_t kAhead = 8192;
+
 void decode_pairs(const DecodeArgs& a) {
   if (!a.one_scale) return decode_to_bf16<16>(a);
   const ScaledTable table(a.scales[0][0]);
   const __m512i sign_bit = _mm512_set1_epi16(static_cast<short>(0x8000));
-  for (std::int64_t s = 0; s < a.steps; ++s) {
-    const auto* const from = reinterpret_cast<const __m256i*>(a.values + s * a.value_stride);
-    const __m512i bytes = _mm512_cvtepu8_epi16(_mm256_loadu_si256(from));
+  const __m512i upper_half = _mm512_set1_epi16(0x40);
+  // Copies: a store through `out` might otherwise change them.
+  const std::uint8_t* from = a.values;
+  char* out = a.out;
+  const std::int64_t value_stride = a.value_stride;
+  const std::int64_t out_stride = a.out_stride;
+  _Pragma("GCC unroll 4") for (std::int64_t s = a.steps; s > 0; --s, from += value_stride, out += out_stride) {
+    __builtin_prefetch(from + kAhead);
+    const __m512i bytes = _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
     const __m512i small = _mm512_permutex2var_epi16(table.part[0], bytes, table.part[1]);
     const __m512i large = _mm512_permutex2var_epi16(table.part[2], bytes, table.part[3]);
-    const __mmask32 is_large = _mm512_test_epi16_mask(bytes, _mm512_set1_epi16(0x40));
-    const __m512i magnitude = _mm512_mask_blend_epi16(is_large, small, large);
+    const __m512i magnitude = _mm512_mask_blend_epi16(_mm512_test_epi16_mask(bytes, upper_half), small, large);
     // magnitude ^ (bytes << 8 & sign bit)
     const __m512i value = _mm512_ternarylogic_epi32(magnitude, _mm512_slli_epi16(bytes, 8), sign_bit, 0x78);
-    _mm512_store_si512(a.out + s * a.out_stride, value);
+    _mm512_store_si512(out, value);
   }
 }
 constexpr AttentionSteps attention = attention_steps_bf16<Avx512Bf16, 16>();

@@ -1,4 +1,4 @@
-// What a product does beside its multiply-adds, written once for every width of vector: conversions, fp8 decoding, SwiGLU.
+// What a product does beside its multiply-adds, for every width of vector: conversions, fp8 decoding, SwiGLU.
 //
 // Internal linkage, as in score.h. Invariant: a value's bits do not depend on its place in a row; nothing is fused.
 #pragma once
@@ -44,7 +44,6 @@ struct Vectors {
   }
 };
 
-// `step(at)` for whole vectors, and once more through `last` for what is left.
 template <int LANES>
 void widen(const std::uint16_t* in, std::int64_t n, float* out) {
   using V = Vectors<LANES>;

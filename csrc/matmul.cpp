@@ -10,9 +10,15 @@ namespace longfill {
 namespace {
 
 constexpr std::int64_t kHeadRows = 192;      // rows of one head that a task takes
+constexpr std::int64_t kBlockBytes = 6 << 20;  // of packed rows: they come from L3, once a panel
 constexpr std::int64_t kPackRows = 16;       // rows that a task packs
 constexpr std::int64_t kTasksPerThread = 4;  // so that the threads end together
 constexpr std::int64_t kMinPartRows = 48;    // below it a panel is better not read twice
+constexpr std::int64_t kLoneRows = 2;        // up to so many, the machine fetches ahead well enough by itself
+constexpr std::int64_t kFewRows = 16;        // up to so many, tile_few_rows
+constexpr std::int64_t kRunSteps = 16;       // of those
+constexpr std::int64_t kAhead = 8 << 10;     // bytes
+constexpr std::int64_t kCacheLine = 64;
 constexpr std::int64_t kMaxLanes = 16;
 // Of weights read once, and of multiply-adds eight at the time of one weight: about 10 us.
 constexpr std::int64_t kWorkPerThread = 128 << 10;
@@ -29,10 +35,10 @@ void pack_row(const Isa& isa, int depth, const char* from, Element element, std:
   if (n % depth != 0) std::memset(to + n * 2, 0, 2);
 }
 
-// The steps from `first` on that share their scales, at most up to `last`.
+// The end of the steps from `first` on that share their scales, at most `last`. A pair across two blocks is alone.
 std::int64_t end_of_run(const PackedMatrix& m, std::int64_t first, std::int64_t last) {
   const std::int64_t depth = m.layout.depth;
-  const std::int64_t block_end = ((first * depth + depth - 1) / m.block_k + 1) * m.block_k;
+  const std::int64_t block_end = (first * depth / m.block_k + 1) * m.block_k;
   return std::min(last, std::max(first + 1, block_end / depth));
 }
 
@@ -102,6 +108,21 @@ const char* readable_slice(const Isa& isa, const PackedMatrix& m, std::int64_t p
 
 std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
 
+// The tiles of a few rows take less time than their weights take to arrive: they go in short runs of steps, each asking
+// for what lies kAhead bytes further on.
+void tile_few_rows(void (*tile)(const TileArgs&), TileArgs args, std::int64_t vector_bytes) {
+  const std::int64_t step_bytes = args.vectors * vector_bytes;
+  for (std::int64_t left = args.steps; left > 0; left -= kRunSteps) {
+    args.steps = std::min(left, kRunSteps);
+    const char* const end = args.b + args.steps * step_bytes;
+    for (const char* line = args.b; line < end; line += kCacheLine) __builtin_prefetch(line + kAhead);
+    tile(args);
+    args.a += args.steps * 4;
+    args.b = end;
+    args.accumulate = true;
+  }
+}
+
 }  // namespace
 
 PackedRows::PackedRows(Carver& carver, const Layout& weights, std::int64_t rows_)
@@ -115,6 +136,11 @@ PanelRoom::PanelRoom(Carver& carver, const Isa& isa, std::int64_t rows) {
   const std::int64_t columns = static_cast<std::int64_t>(isa.tile_lanes) * isa.tile_vectors;
   sums = carver.take<float>(rows * columns);
   decoded = carver.take<char>(kSliceSteps * columns * 4);
+}
+
+std::int64_t block_rows(const Layout& weights, std::int64_t rows) {
+  const std::int64_t fitting = kBlockBytes / (4 * weights.steps()) / kMinPartRows * kMinPartRows;
+  return std::min(rows, std::clamp(fitting, kMinPartRows, kBlockRows));
 }
 
 void pack_rows(const Isa& isa, const Layout& weights, const Activations& from, std::int64_t first, std::int64_t count,
@@ -156,7 +182,11 @@ void multiply_panel(const Isa& isa, const PackedMatrix& matrix, std::int64_t pan
     args.b = readable_slice(isa, matrix, panel, step, end, decoded);
     args.steps = end - step;
     args.accumulate = slice > 0;
-    tile(args);
+    if (count > kLoneRows && count <= kFewRows && args.b != decoded) {
+      tile_few_rows(tile, args, l.vector_bytes());
+    } else {
+      tile(args);
+    }
   }
 }
 
@@ -215,15 +245,15 @@ void add_bias_and_store(const Isa& isa, const PackedMatrix& m, std::int64_t pane
 void linear(const Isa& isa, const PackedMatrix& matrix, const Activations& x, std::int64_t rows, const Output& out,
             int num_threads) {
   const Layout& l = matrix.layout;
-  const std::int64_t block_rows = std::min(rows, kBlockRows);
-  const int threads = useful_threads(block_rows, l.n, l.k, num_threads);
+  const std::int64_t together = block_rows(l, rows);
+  const int threads = useful_threads(together, l.n, l.k, num_threads);
   Carver measure(nullptr);
-  LinearMemory(measure, isa, l, block_rows, threads);
+  LinearMemory(measure, isa, l, together, threads);
   const Bytes bytes = allocate(measure.used());
   Carver carver(bytes.get());
-  const LinearMemory memory(carver, isa, l, block_rows, threads);
-  for (std::int64_t first = 0; first < rows; first += block_rows) {
-    const std::int64_t count = std::min(block_rows, rows - first);
+  const LinearMemory memory(carver, isa, l, together, threads);
+  for (std::int64_t first = 0; first < rows; first += together) {
+    const std::int64_t count = std::min(together, rows - first);
     pack_block(isa, l, x, first, count, memory.packed, threads);
     for_panels(l, count, threads, [&](std::int64_t panel, std::int64_t row, std::int64_t part_rows, int thread) {
       const PanelRoom& room = memory.rooms[thread];
@@ -235,7 +265,7 @@ void linear(const Isa& isa, const PackedMatrix& matrix, const Activations& x, st
 
 std::int64_t linear_scratch_bytes(const Isa& isa, const Layout& weights, std::int64_t rows, int num_threads) {
   Carver measure(nullptr);
-  LinearMemory(measure, isa, weights, std::min(rows, kBlockRows), num_threads);
+  LinearMemory(measure, isa, weights, block_rows(weights, rows), num_threads);
   return static_cast<std::int64_t>(measure.used());
 }
 

@@ -1,8 +1,8 @@
 // Products of rows with packed weights.
 //
-// Rows are taken in blocks and packed once a block, in slices of the inputs; then each thread takes panels of the weights
-// and runs through the slices. Invariant: an output is one chain of multiply-adds over the inputs in ascending order,
-// continued from slice to slice, so blocks, panels, parts and threads change no bit of it.
+// Rows are taken in blocks and packed once a block, in slices of the inputs; then each thread takes panels of the
+// weights and runs through the slices. Invariant: an output is one chain of multiply-adds over the inputs in ascending
+// order, continued from slice to slice, so blocks, panels, parts and threads change no bit of it.
 #pragma once
 
 #include <cstdint>
@@ -17,7 +17,7 @@ enum class Element { kFloat32, kBfloat16 };
 
 inline std::int64_t bytes_of(Element element) { return element == Element::kFloat32 ? 4 : 2; }
 
-constexpr std::int64_t kBlockRows = 512;   // rows packed together
+constexpr std::int64_t kBlockRows = 512;   // most rows packed together
 constexpr std::int64_t kSliceSteps = 128;  // a panel's slice stays in L1 beside a few rows: 32 KB at 64 columns
 
 // Row r starts at `data + (index ? index[r] : r) * stride`; its values are adjacent. Strides in bytes.
@@ -53,6 +53,9 @@ struct PanelRoom {
 
   PanelRoom(Carver& carver, const Isa& isa, std::int64_t rows);
 };
+
+// How many of `rows` are packed together for weights of that layout.
+std::int64_t block_rows(const Layout& weights, std::int64_t rows);
 
 // Rows [first, first + count) of `from` become rows [to_row, ...) of `to`, whose weights have the layout `weights`.
 void pack_rows(const Isa& isa, const Layout& weights, const Activations& from, std::int64_t first, std::int64_t count,

@@ -10,24 +10,34 @@
 namespace longfill {
 namespace {
 
-constexpr std::int64_t kInputs = 64;  // of a column, read together: a cache line or more
+constexpr std::int64_t kSteps = 32;  // of a column, read together: a cache line or more
 
-template <class Item>
+template <class Item, int DEPTH>
 void pack_panel(const Layout& l, std::int64_t panel, const char* data, std::int64_t n_stride, std::int64_t k_stride,
                 char* out) {
   const std::int64_t step_columns = static_cast<std::int64_t>(l.vectors(panel)) * l.lanes;
   const std::int64_t columns = l.columns(panel);
   const std::int64_t panel_bytes = l.steps() * l.vectors(panel) * l.vector_bytes();
+  const std::int64_t whole_steps = l.k / DEPTH;
   Item* const to = reinterpret_cast<Item*>(out + l.panel_offset(panel));
-  if (columns < step_columns || l.k % l.depth != 0) std::memset(to, 0, static_cast<std::size_t>(panel_bytes));
-  for (std::int64_t first = 0; first < l.k; first += kInputs) {
-    const std::int64_t last = std::min(first + kInputs, l.k);
-    for (std::int64_t column = 0; column < columns; ++column) {
-      const char* const from = data + (panel * l.panel_columns() + column) * n_stride;
-      for (std::int64_t i = first; i < last; ++i)
-        std::memcpy(to + (i / l.depth * step_columns + column) * l.depth + i % l.depth, from + i * k_stride, sizeof(Item));
-    }
+  if (columns < step_columns || whole_steps < l.steps()) std::memset(to, 0, static_cast<std::size_t>(panel_bytes));
+  const auto copy = [&](std::int64_t column, std::int64_t step, int inputs) {
+    const char* const from = data + (panel * l.panel_columns() + column) * n_stride + step * DEPTH * k_stride;
+    Item* const at = to + (step * step_columns + column) * DEPTH;
+    for (int d = 0; d < inputs; ++d) std::memcpy(at + d, from + d * k_stride, sizeof(Item));
+  };
+  for (std::int64_t first = 0; first < whole_steps; first += kSteps) {
+    const std::int64_t last = std::min(first + kSteps, whole_steps);
+    for (std::int64_t column = 0; column < columns; ++column)
+      for (std::int64_t step = first; step < last; ++step) copy(column, step, DEPTH);
   }
+  if (whole_steps == l.steps()) return;
+  for (std::int64_t column = 0; column < columns; ++column) copy(column, whole_steps, 1);
+}
+
+template <class Item>
+auto pack_panel_of(int depth) {
+  return depth == 2 ? pack_panel<Item, 2> : pack_panel<Item, 1>;
 }
 
 float value_at(const PackedMatrix& m, std::int64_t o, std::int64_t i) {
@@ -74,9 +84,9 @@ int Layout::vectors(std::int64_t panel) const { return static_cast<int>((columns
 
 void pack(const Layout& layout, const char* data, std::int64_t n_stride, std::int64_t k_stride, char* out,
           int num_threads) {
-  const auto panel = layout.item_bytes == 4   ? pack_panel<std::uint32_t>
-                     : layout.item_bytes == 2 ? pack_panel<std::uint16_t>
-                                              : pack_panel<std::uint8_t>;
+  const auto panel = layout.item_bytes == 4   ? pack_panel_of<std::uint32_t>(layout.depth)
+                     : layout.item_bytes == 2 ? pack_panel_of<std::uint16_t>(layout.depth)
+                                              : pack_panel_of<std::uint8_t>(layout.depth);
   for_tasks(num_threads, layout.panels(),
             [&](std::int64_t p, int) { panel(layout, p, data, n_stride, k_stride, out); });
 }

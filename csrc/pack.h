@@ -1,9 +1,9 @@
 // Weights in the order in which the small products read them, written once at load.
 //
-// A matrix of n columns (outputs) and k rows (inputs) lies in panels of `tile_lanes * tile_vectors` columns, the last one
-// of as many whole vectors as it needs. A panel is step after step: one input (`depth` 1, products in fp32) or a pair of
-// them (`depth` 2, the bf16 instruction), for each column of the panel. What is left of the last step and the last vector
-// holds zeros. Invariant: the packed values are the stored ones, bit for bit; fp8 stays a byte a value.
+// A matrix of n columns (outputs) and k rows (inputs) lies in panels of `tile_lanes * tile_vectors` columns, the last
+// one of as many whole vectors as it needs. A panel is step after step: one input (`depth` 1, products in fp32) or a
+// pair of them (`depth` 2, the bf16 instruction), for each column of the panel. What is left of the last step and the
+// last vector holds zeros. Invariant: the packed values are the stored ones, bit for bit; fp8 stays a byte a value.
 #pragma once
 
 #include <cstdint>

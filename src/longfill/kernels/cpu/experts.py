@@ -45,8 +45,8 @@ def route(
 ) -> tuple[Tensor, Tensor]:
     """Expert ids int64 [T, K] (ascending) and fp32 weights [T, K], by the rule of `reference.linear.route`.
 
-    `router` [E, C] is packed for float32 products; `bias_E` is fp32. Raises ValueError for groups that do not divide the
-    experts, and for shapes, dtypes or strides that do not fit.
+    `router` [E, C] is packed for float32 products; `bias_E` is fp32. Raises ValueError for groups that do not divide
+    the experts, and for shapes, dtypes or strides that do not fit.
     """
     from longfill.kernels.cpu import _native
 

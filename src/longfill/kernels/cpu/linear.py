@@ -1,7 +1,7 @@
 """Products with packed weights: what `reference.linear` means by `linear` and `mlp`, in native code.
 
 May import torch and the extension. Invariant: a row's bits are a function of that row, the weights and the instruction
-set; other rows, their number and the threads change nothing. Sums are fp32 and a result is rounded once, after the bias.
+set; other rows, their number and the threads change nothing. Sums are fp32; a result is rounded once, after the bias.
 
 Suffixes: T rows · C inputs · O outputs · H heads · A inputs of a head · B outputs of a head.
 """

@@ -206,9 +206,7 @@ def pack_heads(
     name = _format_of(weight_HAB, compute_dtype)
     if name == "fp8":
         raise ConfigError("weights of heads are packed from float32 or bfloat16")
-    size = packed_heads_bytes(
-        num_heads, in_size, out_size, weight_HAB.dtype, compute_dtype=compute_dtype, isa=chosen
-    )
+    size = packed_heads_bytes(num_heads, in_size, out_size, weight_HAB.dtype, compute_dtype=compute_dtype, isa=chosen)
     data = torch.empty(size, dtype=torch.uint8)
     for head, own in enumerate(data.view(num_heads, -1)):
         _native.pack(chosen, name, _is_bf16(compute_dtype), _bits(weight_HAB[head].T), own, num_threads)
