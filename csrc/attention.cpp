@@ -96,7 +96,8 @@ class Kernel {
     std::fill(s.sums, s.sums + padded, 0.0f);
   }
 
-  void prefetch_queries(std::int64_t row, const Columns& columns) const {
+  // Inlined by force: GCC takes a function that only prefetches for one without effects and drops the call.
+  __attribute__((always_inline)) void prefetch_queries(std::int64_t row, const Columns& columns) const {
     const AttentionQueries& q = call_.queries;
     for (std::int64_t head = columns.first_head; head < columns.first_head + columns.heads; ++head) {
       const char* const values = q.data + row * q.row_stride + head * q.head_stride;
