@@ -14,6 +14,8 @@ namespace longfill {
 // Keys of a block: few enough that decoded rows, values, outputs and the next block's rows share the second cache.
 constexpr std::int64_t kBlockKeys = 64;
 
+constexpr std::int64_t kCacheLine = 64;
+
 // Columns side by side in tiles: [tile][step][columns of the tile][depth], the last tile as narrow as it can be.
 struct PackQueries {
   const char* const* columns;  // `count` rows of `width` values; null where a lane has no column
@@ -57,14 +59,13 @@ class Prefetch {
   void line() {
     if (row_ == end_) return;
     if (*row_ != nullptr) __builtin_prefetch(*row_ + at_, 0, 2);
-    at_ += kLine;
+    at_ += kCacheLine;
     if (at_ < row_bytes_) return;
     ++row_;
     at_ = 0;
   }
 
  private:
-  static constexpr std::int64_t kLine = 64;
   const std::uint8_t* const* row_;
   const std::uint8_t* const* end_;
   std::int64_t row_bytes_;

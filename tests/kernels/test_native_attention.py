@@ -126,19 +126,19 @@ def computes_in_bf16(isa: str, cache_format: str, dtype: torch.dtype) -> bool:
 @every_isa
 @every_format
 @every_dtype
-@pytest.mark.parametrize("heads", [1, 2, 3, 4, 16, 17, 64, 65])
-def test_both_equal_the_reference(isa: str, cache_format: str, dtype: torch.dtype, heads: int) -> None:
+def test_both_equal_the_reference(isa: str, cache_format: str, dtype: torch.dtype) -> None:
     rows, length = 3, 2 * BLOCK + 5
     cache, request = make_cache(length, cache_format=cache_format, rows=rows)
-    q_THX = make_queries(rows, heads, cache, dtype)
     in_bf16 = computes_in_bf16(isa, cache_format, dtype)
     selection_TK = make_selection(request, BLOCK + 9, scattered=True)
-    want = reference.sparse_mla(q_THX, cache, request, selection_TK, SCALE)
-    assert_close(sparse(q_THX, cache, request, selection_TK, isa=isa), want, in_bf16=in_bf16)
-    out, lse = dense(q_THX, cache, request, request.start, isa=isa)
-    want, want_lse = reference.dense_mla(q_THX, cache, request, request.start, SCALE)
-    assert_close(out, want, in_bf16=in_bf16)
-    assert_close(lse, want_lse, in_bf16=in_bf16)
+    for heads in (1, 2, 3, 4, 16, 17, 64, 65):
+        q_THX = make_queries(rows, heads, cache, dtype)
+        want = reference.sparse_mla(q_THX, cache, request, selection_TK, SCALE)
+        assert_close(sparse(q_THX, cache, request, selection_TK, isa=isa), want, in_bf16=in_bf16)
+        out, lse = dense(q_THX, cache, request, request.start, isa=isa)
+        want, want_lse = reference.dense_mla(q_THX, cache, request, request.start, SCALE)
+        assert_close(out, want, in_bf16=in_bf16)
+        assert_close(lse, want_lse, in_bf16=in_bf16)
 
 
 @every_isa
@@ -302,13 +302,12 @@ def poison(cache: LatentCache, request: RequestRows, position: int, value: float
 @every_isa
 @every_dtype
 @pytest.mark.parametrize("value", [NAN, float("inf"), -float("inf")])
-@pytest.mark.parametrize("column", [0, 39, 40])
-@pytest.mark.parametrize("heads", [3, 40])
+@pytest.mark.parametrize(("column", "heads"), [(0, 3), (39, 40), (40, 3)])
 def test_a_broken_key_reaches_no_row_before_it(
     isa: str, dtype: torch.dtype, value: float, column: int, heads: int
 ) -> None:
     length = 2 * BLOCK
-    for position in (0, 1, BLOCK - 1, BLOCK, BLOCK + 8):
+    for position in (0, BLOCK - 1, BLOCK + 8):
         cache, request = make_cache(length, rank=40, rows=length)
         q_THX = make_queries(length, heads, cache, dtype)
         clean, clean_lse = dense(q_THX, cache, request, 0, isa=isa)
