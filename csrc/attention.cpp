@@ -10,73 +10,22 @@
 #include <limits>
 #include <vector>
 
-#include "attention_steps.h"
-#include "memory.h"
+#include "attention_scratch.h"
 #include "threads.h"
 
 namespace longfill {
 namespace {
 
 constexpr float kNoScore = -std::numeric_limits<float>::infinity();
-constexpr std::int64_t kMaxColumns = 64;
-constexpr std::int64_t kMaxBlockKeys = 128;
-constexpr std::int64_t kCacheLine = 64;
 constexpr std::int64_t kMostSparseRows = 16;  // of a task, one after the other: each asks for the next one's keys
-constexpr std::int64_t kPackedTogether = 8;  // keys, a multiple of every depth
-
-std::int64_t round_up(std::int64_t n, std::int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
-
-struct Widths {
-  std::int64_t columns;       // room for so many, a multiple of lanes
-  std::int64_t row_values;    // of a decoded row, padded to whole cache lines
-  std::int64_t value_values;  // of its latent part, padded to whole vectors
-
-  Widths(const AttentionSteps& steps, const AttentionShape& shape)
-      : columns(round_up(kMaxColumns, steps.lanes)),
-        row_values(round_up(shape.rank + shape.rope_dim, kCacheLine / steps.value_bytes)),
-        value_values(round_up(shape.rank, steps.lanes)) {}
-};
-
-// What one thread works in.
-struct Scratch {
-  char* queries;
-  char* rows;
-  char* values;
-  char* weights;
-  float* scores;
-  float* outputs;
-  float* largest;
-  float* sums;
-  float* factors;
-
-  Scratch(Carver& carver, const AttentionSteps& steps, const AttentionShape& shape) {
-    const Widths widths(steps, shape);
-    const std::int64_t keys = steps.block_keys;
-    queries = carver.take<char>(widths.columns * widths.row_values * steps.value_bytes);
-    rows = carver.take<char>(keys * widths.row_values * steps.value_bytes);
-    values = carver.take<char>(keys * widths.value_values * steps.value_bytes);
-    weights = carver.take<char>(widths.columns * keys * steps.value_bytes);
-    scores = carver.take<float>(keys * widths.columns);
-    outputs = carver.take<float>(widths.columns * widths.value_values);
-    largest = carver.take<float>(widths.columns);
-    sums = carver.take<float>(widths.columns);
-    factors = carver.take<float>(widths.columns);
-  }
-};
-
-// The rows of one block, null where an entry selects nothing; `count` ends with the last that selects something.
-struct Block {
-  const std::uint8_t* rows[kMaxBlockKeys];
-  std::int64_t count = 0;
-  std::int64_t missing = 0;
-};
+constexpr std::int64_t kPackedTogether = 8;   // keys, a multiple of every depth
 
 class Kernel {
  public:
   Kernel(const AttentionSteps& steps, const AttentionCall& call, const LatentRows& keys)
       : steps_(steps), call_(call), keys_(keys), widths_(steps, call.shape),
         width_(call.shape.rank + call.shape.rope_dim), row_bytes_(widths_.row_values * steps.value_bytes),
-        weight_bytes_(static_cast<std::int64_t>(steps.block_keys) * steps.value_bytes) {}
+        weight_bytes_(kBlockKeys * steps.value_bytes) {}
 
   // Rows [first_row, first_row + rows) x heads [first_head, first_head + heads), one column each.
   struct Columns {
@@ -98,7 +47,8 @@ class Kernel {
     std::fill(s.sums, s.sums + padded, 0.0f);
   }
 
-  void prefetch_queries(std::int64_t row, const Columns& columns) const {
+  // Inlined by force: GCC takes a function that only prefetches for one without effects and drops the call.
+  __attribute__((always_inline)) void prefetch_queries(std::int64_t row, const Columns& columns) const {
     const AttentionQueries& q = call_.queries;
     for (std::int64_t head = columns.first_head; head < columns.first_head + columns.heads; ++head) {
       const char* const values = q.data + row * q.row_stride + head * q.head_stride;
@@ -155,7 +105,6 @@ class Kernel {
     }
   }
 
-  const AttentionSteps& steps() const { return steps_; }
   const LatentRows& keys() const { return keys_; }
 
  private:
@@ -175,7 +124,7 @@ class Kernel {
   }
 
   void pack(std::int64_t first, std::int64_t last, Scratch& s) const {
-    steps_.pack_values({s.rows, row_bytes_, first, last, widths_.value_values, steps_.block_keys, s.values});
+    steps_.pack_values({s.rows, row_bytes_, first, last, widths_.value_values, s.values});
   }
 
   void score(const Columns& columns, std::int64_t keys, Prefetch& next, Scratch& s) const {
@@ -224,7 +173,7 @@ class Kernel {
       TileArgs args;
       args.a = s.weights + first * weight_bytes_;
       args.a_stride = weight_bytes_;
-      args.b = s.values + x * steps_.block_keys * steps_.value_bytes;
+      args.b = s.values + x * kBlockKeys * steps_.value_bytes;
       args.c = s.outputs + first * widths_.value_values + x;
       args.c_stride = widths_.value_values;
       args.steps = (keys + steps_.depth - 1) / steps_.depth;
@@ -269,7 +218,7 @@ class Kernel {
 // Entries [block * size, ...) of a row's selection.
 void locate_selected(const Kernel& kernel, const std::int32_t* entries, std::int64_t k, std::int64_t first,
                      Block& block) {
-  const std::int64_t most = std::min<std::int64_t>(kernel.steps().block_keys, k - first);
+  const std::int64_t most = std::min(kBlockKeys, k - first);
   block.count = 0;
   block.missing = 0;
   std::int64_t selected = 0;
@@ -284,7 +233,7 @@ void locate_selected(const Kernel& kernel, const std::int32_t* entries, std::int
 }
 
 void locate_range(const Kernel& kernel, std::int64_t first, std::int64_t last, Block& block) {
-  block.count = std::max<std::int64_t>(0, std::min<std::int64_t>(kernel.steps().block_keys, last - first));
+  block.count = std::max<std::int64_t>(0, std::min(kBlockKeys, last - first));
   block.missing = 0;
   for (std::int64_t i = 0; i < block.count; ++i) block.rows[i] = kernel.keys().at(first + i);
 }
@@ -349,8 +298,8 @@ void sparse_mla(const Isa& isa, const AttentionCall& call, const LatentRows& key
       kernel.start(columns, s);
       if (row + 1 < last_row) kernel.prefetch_queries(row + 1, columns);
       bool is_first = true;
-      for (std::int64_t entry = 0; entry < selected.k; entry += steps.block_keys, now ^= 1) {
-        const std::int64_t next_entry = entry + steps.block_keys;
+      for (std::int64_t entry = 0; entry < selected.k; entry += kBlockKeys, now ^= 1) {
+        const std::int64_t next_entry = entry + kBlockKeys;
         const bool is_last = next_entry >= selected.k;
         locate(is_last ? row + 1 : row, is_last ? 0 : next_entry, blocks[now ^ 1]);
         if (blocks[now].count == 0) continue;
@@ -385,8 +334,8 @@ void dense_mla(const Isa& isa, const AttentionCall& call, const LatentRows& keys
     Block blocks[2];
     int now = 0;
     locate_range(kernel, 0, end, blocks[now]);
-    for (std::int64_t key = 0; key < end; key += steps.block_keys, now ^= 1) {
-      locate_range(kernel, key + steps.block_keys, end, blocks[now ^ 1]);
+    for (std::int64_t key = 0; key < end; key += kBlockKeys, now ^= 1) {
+      locate_range(kernel, key + kBlockKeys, end, blocks[now ^ 1]);
       Prefetch next(blocks[now ^ 1].rows, blocks[now ^ 1].count, keys.layout().row_bytes());
       std::int64_t seen[kMaxColumns];
       for (std::int64_t r = 0; r < columns.rows; ++r) seen[r] = std::min(blocks[now].count, position + r + 1 - key);

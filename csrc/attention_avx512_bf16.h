@@ -12,7 +12,6 @@
 namespace longfill {
 namespace {
 
-constexpr int kBlockKeysBf16 = 128;
 constexpr float kLog2e = 1.44269504f;
 constexpr float kLn2 = 0.693147181f;
 
@@ -159,7 +158,7 @@ void pack_values_bf16(const PackValues& p) {
   const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
   for (std::int64_t first = 0; first < p.rank; first += widest) {
     const std::int64_t values = p.rank - first < widest ? p.rank - first : widest;
-    char* const tile = p.out + first * p.block_keys * 2;
+    char* const tile = p.out + first * kBlockKeys * 2;
     for (std::int64_t key = p.first; key < p.last; key += 2) {
       const char* const row = p.rows + key * p.row_bytes + first * 2;
       char* const out = tile + key * values * 2;
@@ -244,7 +243,6 @@ constexpr AttentionSteps attention_steps_bf16() {
           V::tile_vectors,
           2,
           2,
-          kBlockKeysBf16,
           kLn2,
           attention_tile<V, NARROW_ROWS>,
           latent_to_bf16_avx512,

@@ -12,7 +12,6 @@ namespace longfill {
 namespace {
 
 constexpr float kNoScore = -std::numeric_limits<float>::infinity();
-constexpr int kBlockKeysFp32 = 64;
 
 template <class V, int ROWS, int VECTORS>
 LONGFILL_INLINE int prefetching_rows(const TileArgs& args, Prefetch& next) {
@@ -80,7 +79,7 @@ void pack_values(const PackValues& p) {
       for (std::int64_t x = 0; x < values; x += V::lanes)
         store_as<Floats>(tile + key * values + x, load_as<Floats>(row + x));
     }
-    tile += p.block_keys * values;
+    tile += kBlockKeys * values;
   }
 }
 
@@ -136,7 +135,6 @@ constexpr AttentionSteps attention_steps_fp32() {
           V::tile_vectors,
           1,
           4,
-          kBlockKeysFp32,
           1.0f,
           attention_tile<V, NARROW_ROWS>,
           latent_to_fp32<V::lanes>,

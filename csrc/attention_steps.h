@@ -11,6 +11,11 @@
 
 namespace longfill {
 
+// Keys of a block: few enough that decoded rows, values, outputs and the next block's rows share the second cache.
+constexpr std::int64_t kBlockKeys = 64;
+
+constexpr std::int64_t kCacheLine = 64;
+
 // Columns side by side in tiles: [tile][step][columns of the tile][depth], the last tile as narrow as it can be.
 struct PackQueries {
   const char* const* columns;  // `count` rows of `width` values; null where a lane has no column
@@ -20,14 +25,13 @@ struct PackQueries {
   char* out;
 };
 
-// Keys [first, last) of decoded rows as the right side of weights x values: [tile of latent values][step][values][depth].
+// Keys [first, last) of decoded rows as the right side of weights x values: [tile of values][step][values][depth].
 struct PackValues {
   const char* rows;
   std::int64_t row_bytes;
   std::int64_t first;  // a multiple of depth
   std::int64_t last;   // a multiple of depth
   std::int64_t rank;   // a multiple of lanes
-  std::int64_t block_keys;
   char* out;
 };
 
@@ -55,17 +59,13 @@ class Prefetch {
   void line() {
     if (row_ == end_) return;
     if (*row_ != nullptr) __builtin_prefetch(*row_ + at_, 0, 2);
-    at_ += kLine;
+    at_ += kCacheLine;
     if (at_ < row_bytes_) return;
     ++row_;
     at_ = 0;
   }
-  void rest() {
-    while (row_ != end_) line();
-  }
 
  private:
-  static constexpr std::int64_t kLine = 64;
   const std::uint8_t* const* row_;
   const std::uint8_t* const* end_;
   std::int64_t row_bytes_;
@@ -77,7 +77,6 @@ struct AttentionSteps {
   int vectors;  // of the widest tile
   int depth;    // values a step takes: 1 of fp32, 2 of bf16
   int value_bytes;
-  int block_keys;
   float nats;  // a unit of `largest`
   void (*tile)(const TileArgs& args, Prefetch& next);
   void (*decode)(const LatentLayout& layout, const std::uint8_t* row, char* out);

@@ -135,14 +135,14 @@ void dense_mla_py(const std::string& isa_name, const Rows3& queries, const Layou
 }
 
 void gather_rows_py(const std::string& isa_name, const Layout& layout, const ConstBytes3& pool,
-                    const ConstLongs1& pages, const OutRows2& out, int num_threads) {
+                    const ConstLongs1& pages, std::int64_t length, const OutRows2& out, int num_threads) {
   const Isa& isa = isa_named(isa_name);
   const LatentRows rows = paged_rows(layout, pool, pages);
   const bool bf16 = is_bf16(out.dtype(), "the context");
-  const auto length = static_cast<std::int64_t>(out.shape(0));
   require(num_threads >= 1, "num_threads must be at least 1");
   require(static_cast<std::int64_t>(out.shape(1)) == rows.layout().width() && out.stride(1) == 1,
           "the context must be [tokens, rank + rope dim] with contiguous rows");
+  require(length >= 0 && length <= static_cast<std::int64_t>(out.shape(0)), "the context has no room for all tokens");
   require(length <= rows.size(), "the page table is shorter than the context");
   nb::gil_scoped_release release;
   gather_rows(isa, rows, length, static_cast<char*>(out.data()), out.stride(0) * (bf16 ? 2 : 4), bf16, num_threads);
@@ -158,7 +158,7 @@ void bind_attention(nb::module_& m) {
         nb::arg("pool").noconvert(), nb::arg("pages").noconvert(), nb::arg("first_position"), nb::arg("scale"),
         nb::arg("out").noconvert(), nb::arg("lse").noconvert().none(), nb::arg("num_threads"));
   m.def("gather_rows", &gather_rows_py, nb::arg("isa"), nb::arg("layout"), nb::arg("pool").noconvert(),
-        nb::arg("pages").noconvert(), nb::arg("out").noconvert(), nb::arg("num_threads"));
+        nb::arg("pages").noconvert(), nb::arg("length"), nb::arg("out").noconvert(), nb::arg("num_threads"));
   m.def(
       "attention_scratch_bytes",
       [](const std::string& isa, std::int64_t heads, std::int64_t rank, std::int64_t rope_dim, int num_threads) {

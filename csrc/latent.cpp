@@ -35,8 +35,8 @@ LatentRows::LatentRows(const LatentLayout& layout, const std::uint8_t* data, std
                        std::int64_t num_positions)
     : layout_(layout), data_(data), slot_stride_(stride), num_positions_(num_positions) {}
 
-void gather_rows(const Isa& isa, const LatentRows& rows, std::int64_t count, char* out, std::int64_t stride, bool as_bf16,
-                 int num_threads) {
+void gather_rows(const Isa& isa, const LatentRows& rows, std::int64_t count, char* out, std::int64_t stride,
+                 bool as_bf16, int num_threads) {
   const auto decode = as_bf16 ? isa.latent_to_bf16 : isa.latent_to_fp32;
   const std::int64_t tasks = (count + kRowsPerTask - 1) / kRowsPerTask;
   for_tasks(num_threads, tasks, [&](std::int64_t task, int) {

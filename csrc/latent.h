@@ -75,7 +75,7 @@ class LatentRows {
 };
 
 // Decode positions [0, count) into `out`, rows `stride` bytes apart, as bf16 (rounded to nearest even) or fp32.
-void gather_rows(const Isa& isa, const LatentRows& rows, std::int64_t count, char* out, std::int64_t stride, bool as_bf16,
-                 int num_threads);
+void gather_rows(const Isa& isa, const LatentRows& rows, std::int64_t count, char* out, std::int64_t stride,
+                 bool as_bf16, int num_threads);
 
 }  // namespace longfill

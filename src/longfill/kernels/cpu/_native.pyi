@@ -124,3 +124,37 @@ def index_queries(
 ) -> None: ...
 def rotate(isa: str, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, out: Tensor, num_threads: int) -> None: ...
 def row_scratch_bytes(width: int, num_threads: int) -> int: ...
+def sparse_mla(
+    isa: str,
+    queries: Tensor,
+    layout: tuple[str, int, int, float, float],
+    pool: Tensor,
+    pages: Tensor,
+    context: Tensor | None,
+    selection: Tensor,
+    scale: float,
+    out: Tensor,
+    num_threads: int,
+) -> None: ...
+def dense_mla(
+    isa: str,
+    queries: Tensor,
+    layout: tuple[str, int, int, float, float],
+    pool: Tensor,
+    pages: Tensor,
+    first_position: int,
+    scale: float,
+    out: Tensor,
+    lse: Tensor | None,
+    num_threads: int,
+) -> None: ...
+def gather_rows(
+    isa: str,
+    layout: tuple[str, int, int, float, float],
+    pool: Tensor,
+    pages: Tensor,
+    length: int,
+    out: Tensor,
+    num_threads: int,
+) -> None: ...
+def attention_scratch_bytes(isa: str, heads: int, rank: int, rope_dim: int, num_threads: int) -> int: ...

@@ -94,9 +94,8 @@ def gather_rows(
     """
     from longfill.kernels.cpu import _native
 
-    _native.gather_rows(
-        isa or selected_isa(), _layout(cache), cache.rows_NBX, request.pages, out_LX[: request.seq_len], num_threads
-    )
+    chosen = isa or selected_isa()
+    _native.gather_rows(chosen, _layout(cache), cache.rows_NBX, request.pages, request.seq_len, out_LX, num_threads)
 
 
 def attention_scratch_bytes(*, heads: int, rank: int, rope_dim: int, num_threads: int, isa: str | None = None) -> int:
