@@ -30,18 +30,20 @@ class Rows:
     selected: dict[int, list[frozenset[int]]] = field(default_factory=dict)
 
 
+DEFAULTS: dict[str, Any] = {
+    "dtype": "float32",
+    "skip_tokenizer_init": True,
+    "max_model_len": 1024,
+    "max_num_seqs": 4,
+    "memory_budget": BUDGET,
+    "sparse_indexer_max_logits_mb": 1,
+    "num_threads": 1,
+}
+
+
 def engine(folder: Path, **args: Any) -> LLM:
     """An engine for exactness: fp32 end to end, small limits."""
-    defaults: dict[str, Any] = {
-        "dtype": "float32",
-        "skip_tokenizer_init": True,
-        "max_model_len": 1024,
-        "max_num_seqs": 4,
-        "memory_budget": BUDGET,
-        "sparse_indexer_max_logits_mb": 1,
-        "num_threads": 1,
-    }
-    return LLM(str(folder), **(defaults | args))
+    return LLM(str(folder), **(DEFAULTS | args))
 
 
 def run(llm: LLM, token_ids: Sequence[int]) -> Rows:

@@ -25,7 +25,7 @@ ROWS = 1000
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """bf16 with fp8 index keys. Many indexer heads: with few, ReLU makes exact zeros, and ties of them."""
+    """Run in float32 with fp8 index keys: what is left between kernels is the order of sums. Many indexer heads: with few, ReLU makes exact zeros, and ties of them."""
     folder = tmp_path_factory.mktemp("model")
     make_checkpoint(
         folder, "deepseek_v32", dtype=torch.bfloat16, num_hidden_layers=2, index_n_heads=32, index_head_dim=32
@@ -62,8 +62,8 @@ def test_cpu_01_every_instruction_set_selects_what_the_reference_selects(
     model: Path, reference: dict[str, Any], tmp_path: Path, isa: str
 ) -> None:
     got = native(model, isa, tmp_path)
-    assert got["kernel"] == f"native CPU kernels ({isa})"
-    assert reference["kernel"] == "reference"
+    assert all(f"native CPU kernels ({isa})" in path for path in got["kernels"].values())
+    assert not any("native" in path for path in reference["kernels"].values())
     assert got["token_ids"] == reference["token_ids"]
     assert got["selected"].keys() == reference["selected"].keys() == {0, 1}
     differs_T = torch.zeros(ROWS + K + DECODED - 1, dtype=torch.bool)
@@ -72,10 +72,11 @@ def test_cpu_01_every_instruction_set_selects_what_the_reference_selects(
         assert got_TK.shape == want_TK.shape == (ROWS + K + DECODED - 1, K)
         assert kept_by_both(got_TK, want_TK)[K:].sum() >= 0.999 * K * (ROWS + DECODED - 1)
         differs_T |= (got_TK != want_TK).any(-1)
-    # Rows up to the first that keeps another key read the same keys of the same bits.
+    # Rows up to the first that keeps another key read the same keys.
     same = int(differs_T.int().argmax()) if differs_T.any() else differs_T.numel()
-    assert same > K
-    assert torch.equal(got["logits"][:same], reference["logits"][:same])
+    assert same > ROWS // 2
+    error = (got["logits"][:same] - reference["logits"][:same]).abs().max() / reference["logits"].abs().max()
+    assert 0 < error < 1e-4
 
 
 def test_the_overlap_sees_another_key_and_no_padding() -> None:
