@@ -1,0 +1,175 @@
+"""Cases of the attention kernels: sparse rows, dense rows, and the gather into a workspace.
+
+A cache here is one request's context in pages of a random order, as a pool has them after a while.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from longfill.bench.work import Case, Setting, TorchPeer, Work
+from longfill.cache.formats import latent_row_bytes
+from longfill.kernels.cpu.attention import dense_mla, gather_rows, sparse_mla
+from longfill.kernels.interface import LatentCache, RequestRows
+from longfill.kernels.reference import attention as reference
+from longfill.kernels.reference.quant import encode_latent
+
+PAGE_SIZE = 64
+SCALE = 2.0**-6
+"""Static scale of format "fp8": normally distributed values stay below its largest."""
+TORCH_ROWS = 4
+"""Rows that the torch formulation gathers keys for at once."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    heads: int
+    rank: int
+    rope_dim: int
+    topk: int
+    rows: int
+    context: int
+    format: str
+
+    @property
+    def width(self) -> int:
+        return self.rank + self.rope_dim
+
+    @property
+    def row_bytes(self) -> int:
+        return latent_row_bytes(self.format, self.rank, self.rope_dim)
+
+    @property
+    def scale(self) -> float:
+        return float(self.width**-0.5)
+
+
+def make_cache(shape: Shape, context: int) -> tuple[LatentCache, Tensor, Tensor]:
+    """A cache of `context` random rows, its page table, and the same rows as one bf16 tensor [L, X]."""
+    generator = torch.Generator().manual_seed(0)
+    num_pages = -(-context // PAGE_SIZE)
+    pages = torch.randperm(num_pages, generator=generator)
+    rows_NBX = torch.zeros(num_pages, PAGE_SIZE, shape.row_bytes, dtype=torch.uint8)
+    context_LX = torch.randn(num_pages * PAGE_SIZE, shape.width, generator=generator)
+    for page, rows in zip(pages.tolist(), torch.split(context_LX, PAGE_SIZE), strict=True):
+        latent, rope = torch.split(rows, [shape.rank, shape.rope_dim], -1)
+        rows_NBX[page] = encode_latent(latent, rope, shape.format, SCALE, SCALE)
+    cache = LatentCache(rows_NBX, shape.format, shape.rank, shape.rope_dim, SCALE, SCALE)
+    return cache, pages, context_LX[:context].bfloat16()
+
+
+def sparse_case(shape: Shape, setting: Setting) -> Work:
+    rows, context = setting.size(shape.rows), setting.size(shape.context, least=shape.topk + 1)
+    cache, pages, context_LX = make_cache(shape, context)
+    generator = torch.Generator().manual_seed(1)
+    q_THX = torch.randn(rows, shape.heads, shape.width, generator=generator).bfloat16()
+    picks = [torch.randperm(context, generator=generator)[: shape.topk].sort().values for _ in range(rows)]
+    selection_TK = torch.stack(picks).int()
+    out_THR = torch.empty(rows, shape.heads, shape.rank, dtype=torch.bfloat16)
+    request = RequestRows(0, rows, context - rows, pages)
+    gathered = min(rows * shape.topk, context)
+    return Work(
+        call=partial(
+            sparse_mla,
+            *(q_THX, cache, request, selection_TK, shape.scale, out_THR),
+            num_threads=setting.threads,
+            isa=setting.isa,
+        ),
+        flops=2 * rows * shape.heads * shape.topk * (shape.width + shape.rank),
+        bytes=gathered * shape.row_bytes + q_THX.nbytes + out_THR.nbytes,
+        math=setting.math,
+        traffic="read",
+        items=rows,
+        item="row",
+        torch=TorchPeer(
+            partial(_torch_sparse, q_THX, context_LX, selection_TK.long(), shape),
+            f"index_select of bf16 rows, bmm, softmax, bmm, {TORCH_ROWS} rows at a time; no decoding",
+        ),
+    )
+
+
+def _torch_sparse(q_THX: Tensor, context_LX: Tensor, selection_TK: Tensor, shape: Shape) -> list[Tensor]:
+    return [
+        _torch_attend(q_THX[first : first + TORCH_ROWS], context_LX, selection_TK[first : first + TORCH_ROWS], shape)
+        for first in range(0, q_THX.shape[0], TORCH_ROWS)
+    ]
+
+
+def _torch_attend(q_THX: Tensor, context_LX: Tensor, selection_TK: Tensor, shape: Shape) -> Tensor:
+    keys_TKX = context_LX.index_select(0, selection_TK.flatten()).view(*selection_TK.shape, -1)
+    scores = torch.bmm(q_THX, keys_TKX.transpose(1, 2)).float().mul_(shape.scale)
+    return torch.bmm(scores.softmax(-1).bfloat16(), keys_TKX[..., : shape.rank])
+
+
+def dense_case(shape: Shape, setting: Setting) -> Work:
+    """All rows of a prompt from position 0, each over its causal range."""
+    rows = setting.size(shape.rows, least=2)
+    cache, pages, context_LX = make_cache(shape, rows)
+    q_THX = torch.randn(rows, shape.heads, shape.width, generator=torch.Generator().manual_seed(1)).bfloat16()
+    out_THR = torch.empty(rows, shape.heads, shape.rank, dtype=torch.bfloat16)
+    request = RequestRows(0, rows, 0, pages)
+    heads_first = (1, shape.heads, rows, shape.width)
+    queries = q_THX.transpose(0, 1).contiguous().view(heads_first)
+    keys = context_LX.expand(heads_first)
+    return Work(
+        call=partial(
+            dense_mla, q_THX, cache, request, 0, shape.scale, out_THR, num_threads=setting.threads, isa=setting.isa
+        ),
+        flops=shape.heads * rows * (rows + 1) * (shape.width + shape.rank),
+        bytes=rows * shape.row_bytes + q_THX.nbytes + out_THR.nbytes,
+        math=setting.math,
+        traffic="read",
+        items=rows,
+        item="row",
+        torch=TorchPeer(
+            partial(F.scaled_dot_product_attention, queries, keys, keys, is_causal=True, scale=shape.scale),
+            "scaled_dot_product_attention, causal, one key head for all; its values are as wide as its keys",
+        ),
+    )
+
+
+def gather_case(shape: Shape, setting: Setting) -> Work:
+    context = setting.size(shape.context)
+    cache, pages, _ = make_cache(shape, context)
+    out_LX = torch.empty(context, shape.width, dtype=torch.bfloat16)
+    request = RequestRows(0, 1, context - 1, pages)
+    return Work(
+        call=partial(gather_rows, cache, request, out_LX, num_threads=setting.threads, isa=setting.isa),
+        flops=0,
+        bytes=context * shape.row_bytes + out_LX.nbytes,
+        math=setting.math,
+        traffic="copy",
+        items=context,
+        item="row",
+        torch=TorchPeer(partial(reference.gather_rows, cache, request, out_LX), "index_select of pages, then decoding"),
+    )
+
+
+def _glm(rows: int, context: int, format: str) -> Shape:
+    return Shape(64, 512, 64, 2048, rows, context, format)
+
+
+def _bundled(rows: int, context: int, format: str) -> Shape:
+    return Shape(4, 128, 32, 64, rows, context, format)
+
+
+def _case(kernel: str, make: Callable[[Shape, Setting], Work], name: str, shape: Shape) -> Case:
+    return Case(kernel, f"{name}, {shape.format}", partial(make, shape))
+
+
+FORMATS = ("bfloat16", "fp8", "fp8_ds_mla")
+
+CASES = (
+    *(_case("sparse_mla", sparse_case, "GLM-5, 32 rows", _glm(32, 131_072, format)) for format in FORMATS),
+    _case("sparse_mla", sparse_case, "GLM-5, 1 row", _glm(1, 131_072, "bfloat16")),
+    _case("sparse_mla", sparse_case, "bundled, 2,048 rows", _bundled(2048, 131_072, "bfloat16")),
+    _case("sparse_mla", sparse_case, "bundled, 2,048 rows", _bundled(2048, 131_072, "fp8_ds_mla")),
+    _case("dense_mla", dense_case, "GLM-5, 2,048 rows from 0", _glm(2048, 2048, "bfloat16")),
+    *(_case("gather_rows", gather_case, "131,072 rows", _glm(1, 131_072, format)) for format in FORMATS),
+)
