@@ -20,7 +20,7 @@ def draw_prefill(values: Mapping[str, Any], path: Path) -> list[Path]:
     def draw(figure: Any, matplotlib: Any, theme: Theme) -> None:
         speed, memory = figure.subplots(2, 1, sharex=True, height_ratios=(1.7, 1.0))
         for i, (name, results) in enumerate(lines.items()):
-            style = {
+            style: dict[str, Any] = {
                 "color": theme.series[i % len(theme.series)],
                 "marker": _MARKERS[i % len(_MARKERS)],
                 "markersize": 5,
