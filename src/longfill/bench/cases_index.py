@@ -19,8 +19,8 @@ from longfill.kernels.reference.quant import quantise_index_keys, quantise_index
 
 PAGE_SIZE = 64
 TORCH_ROWS = 64
-TORCH_KEYS = 4096
-"""Tile of the torch formulation: products of one tile stay near the caches."""
+TORCH_KEYS = 1024
+"""Tile of the torch formulation, the fastest of those tried: its products stay in the caches."""
 
 
 @dataclass(frozen=True)

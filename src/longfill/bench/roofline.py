@@ -42,9 +42,9 @@ def _roofs(
     for name, style in (("read", "-"), ("copy", ":")):
         ends = [low, highest / roofs[name]]
         axes.plot(ends, [end * roofs[name] / 1e9 for end in ends], style, color=theme.text, linewidth=1)
-    axes.text(
-        low * 1.15, low * 1.6 * roofs["read"] / 1e9, f"read {roofs['read'] / 1e9:.0f} GB/s", fontsize=8, rotation=0,
-        va="bottom", color=theme.text,
+    axes.annotate(
+        f"read {roofs['read'] / 1e9:.0f} GB/s", (low * 2, low * 2 * roofs["read"] / 1e9), xytext=(10, -4),
+        textcoords="offset points", va="top", fontsize=8, color=theme.text,
     )  # fmt: skip
     for name in dict.fromkeys(("bf16", "fp32") if roofs["bf16"] != roofs["fp32"] else ("fp32",)):
         axes.plot([roofs[name] / roofs["read"], high], [roofs[name] / 1e9] * 2, "-", color=theme.text, linewidth=1)

@@ -29,7 +29,16 @@ def markdown(values: Mapping[str, Any]) -> str:
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    return ["| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *rows)]
+    """Columns padded to one width, so that the text reads well as it is; numbers to the right."""
+    widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
+    right = [all(not row[column] or row[column][0] in "-0123456789" for row in rows) for column in range(len(head))]
+
+    def line(row: Sequence[str]) -> str:
+        cells = (f"{cell:>{w}}" if r else f"{cell:<{w}}" for cell, w, r in zip(row, widths, right, strict=True))
+        return f"| {' | '.join(cells)} |"
+
+    marks = "|".join("-" * (width + 1) + (":" if r else "-") for width, r in zip(widths, right, strict=True))
+    return [line(head), f"|{marks}|", *map(line, rows)]
 
 
 def _ceilings(ceilings: Sequence[Mapping[str, Any]]) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
@@ -42,18 +51,26 @@ def _ceilings(ceilings: Sequence[Mapping[str, Any]]) -> tuple[Sequence[str], Seq
 
 
 def _kernels(cases: Sequence[Mapping[str, Any]]) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
-    head = ("kernel", "case", "time, ms", "rate", "of the ceiling", "times torch")
+    head = ("kernel", "case", "time, ms", "each", "rate", "of the ceiling", "times torch")
     return head, [
         (
             f"`{case['kernel']}`",
             case["case"],
             f"{case['seconds'] * 1e3:,.2f}",
+            f"{nanoseconds(case['ns_per_item'])}/{case['item']}",
             rate(case),
             f"{case['of_ceiling']:.2f} of {case['limit']}",
             "-" if case["torch_ratio"] is None else f"{case['torch_ratio']:.1f}",
         )
         for case in cases
     ]
+
+
+def nanoseconds(value: float) -> str:
+    """`0.4321` -> `0.43 ns`, `12345` -> `12.3 us`."""
+    if value >= 1e6:
+        return f"{value / 1e6:,.2f} ms"
+    return f"{value / 1e3:,.1f} us" if value >= 1e3 else f"{value:.2f} ns"
 
 
 def rate(case: Mapping[str, Any]) -> str:

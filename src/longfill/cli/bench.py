@@ -15,11 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
-from longfill.cli.console import duration, print_json, size, stderr, stdout
+from longfill.cli.console import duration, print_json, size, stderr
 from longfill.cli.flags import JsonFlag, engine_flags
 from longfill.config import EngineArgs, cgroup_cpu_count, parse_bytes
 from longfill.errors import ConfigError
@@ -70,7 +67,7 @@ def kernels(
         machine = Machine(chosen, count, clock(count, processor_time=cpu_time))
         roofs = machine.all()
         ceilings.append(dataclasses.asdict(roofs))
-        console.print(f"longfill: {chosen}, {count} thread(s): {_roofs(ceilings[-1])}", soft_wrap=True)
+        console.print(f"longfill: measuring on {count} thread{'s' if count > 1 else ''} ({chosen})")
         results += run_cases(
             cases,
             machine,
@@ -88,7 +85,7 @@ def kernels(
         "ceilings": ceilings,
         "kernels": [dataclasses.asdict(result) for result in results],
     }
-    _finish(values, plot, as_json, _show_kernels)
+    _finish(values, plot, as_json)
     return 0
 
 
@@ -144,7 +141,7 @@ def prefill(
         "peer_memory_limit": plan.peer_memory_limit,
         "results": [result.to_json() for result in results],
     }
-    _finish(values, plot, as_json, _show_prefills)
+    _finish(values, plot, as_json)
     return 0 if all(result.status == "ok" for result in results if result.engine == "longfill") else 1
 
 
@@ -263,12 +260,14 @@ def _summary(result: PrefillResult) -> str:
     return f"{who}: {duration(result.seconds)}, {result.tokens_per_s:,.0f} tokens/s{memory}"
 
 
-def _finish(values: dict[str, Any], plot: Path | None, as_json: bool, show: Any) -> None:
+def _finish(values: dict[str, Any], plot: Path | None, as_json: bool) -> None:
+    from longfill.bench.tables import markdown
+
     _draw(values, plot)
     if as_json:
         print_json(values)
     else:
-        show(values, stdout())
+        print(markdown(values))
 
 
 def _draw(values: Mapping[str, Any], plot: Path | None) -> None:
@@ -280,62 +279,3 @@ def _draw(values: Mapping[str, Any], plot: Path | None) -> None:
 
     written = (draw_roofline if "kernels" in values else draw_prefill)(values, plot)
     stderr().print(f"longfill: wrote {', '.join(str(path) for path in written)}", soft_wrap=True)
-
-
-def _roofs(roofs: Mapping[str, float]) -> str:
-    arithmetic = ", ".join(f"{name} {roofs[name] / 1e9:,.0f} GFLOP/s" for name in ("bf16", "fp32"))
-    return f"{arithmetic}, read {roofs['read'] / 1e9:.1f} GB/s, copy {roofs['copy'] / 1e9:.1f} GB/s"
-
-
-def _show_kernels(values: Mapping[str, Any], console: Console) -> None:
-    from longfill.bench.tables import rate
-
-    for roofs in values["ceilings"]:
-        console.print(f"{values['isa']}, {roofs['threads']} thread(s): {_roofs(roofs)}")
-    table = Table(box=None, padding=(0, 1))
-    for column in ("kernel", "case"):
-        table.add_column(column)
-    for column in ("threads", "best", "median", "per item", "rate", "of the ceiling", "times torch"):
-        table.add_column(column, justify="right")
-    for case in values["kernels"]:
-        table.add_row(
-            case["kernel"],
-            escape(case["case"]),
-            str(case["threads"]),
-            f"{case['seconds'] * 1e3:,.2f} ms",
-            f"{case['median_seconds'] * 1e3:,.2f} ms",
-            f"{case['ns_per_item']:,.3g} ns/{case['item']}",
-            rate(case),
-            f"{case['of_ceiling']:.2f} of {case['limit']}",
-            "-" if case["torch_ratio"] is None else f"{case['torch_ratio']:.2f}",
-        )
-    console.print(table)
-
-
-def _show_prefills(values: Mapping[str, Any], console: Console) -> None:
-    from longfill.bench.prefill_plot import label
-
-    title = f"{escape(values['model'])}, {values['threads']} threads"
-    table = Table(title=title, title_justify="left", box=None, padding=(0, 1))
-    table.add_column("tokens", justify="right")
-    table.add_column("engine")
-    for column in ("time", "tokens/s", "peak memory", "above loaded", "times transformers", "share of peak"):
-        table.add_column(column, justify="right")
-    for result in values["results"]:
-        table.add_row(f"{result['length']:,}", label(result), *_cells(result))
-    console.print(table)
-
-
-def _cells(result: Mapping[str, Any]) -> list[str]:
-    if result["status"] != "ok":
-        return [result["status"]]
-    peak, loaded = result["peak_rss_bytes"], result["loaded_rss_bytes"]
-    share = result["figures"].get("share_of_peak")
-    return [
-        duration(result["seconds"]),
-        f"{result['tokens_per_s']:,.0f}",
-        size(peak) if peak else "-",
-        size(max(0, peak - loaded)) if peak and loaded else "-",
-        "-" if result["ratio"] is None else f"{result['ratio']:.2f}",
-        "-" if share is None else f"{share:.2f}",
-    ]
