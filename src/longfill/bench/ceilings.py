@@ -52,13 +52,14 @@ class Ceilings:
 class Machine:
     """Takes the ceilings for one instruction set and thread count, as often as asked."""
 
-    def __init__(self, isa: str, threads: int, clock: Clock, *, repeats: int = 3, buffer: int = BUFFER_BYTES) -> None:
+    def __init__(self, isa: str, threads: int, clock: Clock, *, repeats: int = 3, buffer: int | None = None) -> None:
         self.isa = isa
         self.threads = threads
         self.clock = clock
         self.repeats = repeats
-        self._source = torch.ones(buffer, dtype=torch.uint8)
-        self._target = torch.zeros(buffer, dtype=torch.uint8)
+        size = buffer or BUFFER_BYTES
+        self._source = torch.ones(size, dtype=torch.uint8)
+        self._target = torch.zeros(size, dtype=torch.uint8)
 
     def all(self) -> Ceilings:
         """Every ceiling once."""

@@ -104,6 +104,8 @@ def _follow(
         outcome.status, outcome.message = "out of memory", "ended by the system"
     elif outcome.status == "failed":
         outcome.message = _last_line(errors) or f"exit code {code}"
+        if "failed to allocate" in outcome.message:  # what llama.cpp says before it aborts
+            outcome.status = "out of memory"
     return outcome
 
 
