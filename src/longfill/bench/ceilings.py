@@ -14,7 +14,6 @@ from typing import Literal
 import torch
 
 from longfill.bench.timing import Clock, measure
-from longfill.kernels.cpu import _native
 
 Math = Literal["bf16", "fp32"]
 Traffic = Literal["read", "copy"]
@@ -67,6 +66,9 @@ class Machine:
 
     def measure(self, ceiling: Ceiling) -> float:
         """One ceiling, the best of a few."""
+        # Imported here because an installation without a compiler has no extension.
+        from longfill.kernels.cpu import _native
+
         if ceiling == "read":
             return self._rate(self._source.nbytes, lambda: _native.read_memory(self._source, self.threads))
         if ceiling == "copy":
@@ -78,6 +80,8 @@ class Machine:
         return amount / measure(call, self.repeats, self.clock).best
 
     def _flops(self, isa: str) -> float:
+        from longfill.kernels.cpu import _native
+
         with ThreadPoolExecutor(self.threads) as pool:
 
             def spin() -> float:

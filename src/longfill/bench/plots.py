@@ -26,11 +26,11 @@ class Theme:
 
 LIGHT = Theme(
     "#ffffff", "#3b4048", "#d9dce1",
-    ("#2563c9", "#c8511b", "#14877a", "#8a4fbf", "#a8791a", "#c2397a", "#5b6675"),
+    ("#2563c9", "#c8511b", "#14877a", "#8a4fbf", "#a8791a", "#c2397a", "#5b6675", "#5c8a2b"),
 )  # fmt: skip
 DARK = Theme(
     "#0f1217", "#c6ccd5", "#31373f",
-    ("#6ea3ff", "#f0884d", "#3fc1b0", "#bd8bf0", "#d9a83f", "#ef74ab", "#98a3b3"),
+    ("#6ea3ff", "#f0884d", "#3fc1b0", "#bd8bf0", "#d9a83f", "#ef74ab", "#98a3b3", "#a3c76a"),
 )  # fmt: skip
 
 Draw = Callable[[Any, Any, Theme], None]

@@ -42,15 +42,18 @@ def _roofs(
     for name, style in (("read", "-"), ("copy", ":")):
         ends = [low, highest / roofs[name]]
         axes.plot(ends, [end * roofs[name] / 1e9 for end in ends], style, color=theme.text, linewidth=1)
+    middle = highest / roofs["read"] / 4
     axes.annotate(
-        f"read {roofs['read'] / 1e9:.0f} GB/s", (low * 2, low * 2 * roofs["read"] / 1e9), xytext=(10, -4),
-        textcoords="offset points", va="top", fontsize=8, color=theme.text,
+        f"read {roofs['read'] / 1e9:.0f} GB/s", (middle, middle * roofs["read"] / 1e9), xytext=(-8, 3),
+        textcoords="offset points", ha="right", fontsize=8, color=theme.text,
     )  # fmt: skip
-    for name in dict.fromkeys(("bf16", "fp32") if roofs["bf16"] != roofs["fp32"] else ("fp32",)):
-        axes.plot([roofs[name] / roofs["read"], high], [roofs[name] / 1e9] * 2, "-", color=theme.text, linewidth=1)
-        axes.text(
-            high, roofs[name] / 1e9 * 1.06, f"{name} {roofs[name] / 1e9:,.0f} GFLOP/s", fontsize=8, ha="right",
-            va="bottom", color=theme.text,
+    # One line where bf16 is computed in fp32.
+    for name in ("bf16", "fp32") if roofs["bf16"] != roofs["fp32"] else ("fp32",):
+        height, above = roofs[name] / 1e9, roofs[name] == highest
+        axes.plot([roofs[name] / roofs["read"], high], [height] * 2, "-", color=theme.text, linewidth=1)
+        axes.annotate(
+            f"{name} {height:,.0f} GFLOP/s", (high, height), xytext=(0, 3 if above else -3), ha="right",
+            va="bottom" if above else "top", textcoords="offset points", fontsize=8, color=theme.text,
         )  # fmt: skip
     for kernel, colour in colours.items():
         points = [(c["intensity"], c["flops_per_s"] / 1e9) for c in cases if c["kernel"] == kernel and c["flops"]]
@@ -66,6 +69,8 @@ def _roofs(
         axis.set_major_formatter(matplotlib.ticker.FuncFormatter(lambda value, _: f"{value:,.4g}"))
         axis.set_minor_formatter(matplotlib.ticker.NullFormatter())
     axes.set_title(f"{roofs['threads']} thread{'s' if roofs['threads'] > 1 else ''}", color=theme.text)
+    axes.set_box_aspect(1.2)
+    axes.set_anchor("N")
     quiet(axes, theme)
     if axes.get_legend_handles_labels()[0]:
         axes.legend(frameon=False, labelcolor=theme.text, loc="lower right", fontsize=8)

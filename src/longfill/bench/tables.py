@@ -22,23 +22,23 @@ def markdown(values: Mapping[str, Any]) -> str:
         lines += _table(*_ceilings(values["ceilings"]))
         for threads in dict.fromkeys(case["threads"] for case in values["kernels"]):
             own = [case for case in values["kernels"] if case["threads"] == threads]
-            lines += ["", f"{threads} thread{'s' if threads > 1 else ''}:", "", *_table(*_kernels(own))]
+            lines += ["", f"{threads} thread{'s' if threads > 1 else ''}:", "", *_table(*_kernels(own), names=2)]
     else:
         lines += [f"{values['model']}, {values['threads']} threads:", "", *_table(*_prefills(values["results"]))]
     return "\n".join(lines)
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Columns padded to one width, so that the text reads well as it is; numbers to the right."""
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]], *, names: int = 0) -> list[str]:
+    """Columns padded to one width, so that the text reads well as it is; all but the first `names` to the right."""
     widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
-    right = [all(not row[column] or row[column][0] in "-0123456789" for row in rows) for column in range(len(head))]
-
-    def line(row: Sequence[str]) -> str:
-        cells = (f"{cell:>{w}}" if r else f"{cell:<{w}}" for cell, w, r in zip(row, widths, right, strict=True))
-        return f"| {' | '.join(cells)} |"
-
-    marks = "|".join("-" * (width + 1) + (":" if r else "-") for width, r in zip(widths, right, strict=True))
-    return [line(head), f"|{marks}|", *map(line, rows)]
+    lines = []
+    for row in (head, *rows):
+        cells = (
+            f"{cell:<{w}}" if i < names else f"{cell:>{w}}" for i, (cell, w) in enumerate(zip(row, widths, strict=True))
+        )
+        lines.append(f"| {' | '.join(cells)} |")
+    marks = "|".join("-" * (width + 1) + ("-" if i < names else ":") for i, width in enumerate(widths))
+    return [lines[0], f"|{marks}|", *lines[1:]]
 
 
 def _ceilings(ceilings: Sequence[Mapping[str, Any]]) -> tuple[Sequence[str], Sequence[Sequence[str]]]:

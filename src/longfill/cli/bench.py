@@ -52,6 +52,7 @@ def kernels(
 ) -> int:
     """Measure the machine's ceilings, then each kernel against the one that binds it, and against torch."""
     counts = _counts("--threads", threads) if threads else sorted({1, cgroup_cpu_count()})
+    chosen = _isa(isa)
     _check_plot(plot)
 
     from longfill.bench.ceilings import Machine
@@ -59,7 +60,7 @@ def kernels(
     from longfill.bench.machine import describe_machine
     from longfill.bench.timing import clock
 
-    chosen, cases = _isa(isa), choose_cases(kernel or [], case)
+    cases = choose_cases(kernel or [], case)
     ceilings: list[dict[str, Any]] = []
     results: list[KernelResult] = []
     console = stderr()
