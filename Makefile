@@ -1,6 +1,7 @@
 # make demo       a 131,072-token text, one hidden fact, one question   (ARGS="--context 32768 --depth 0.3")
 # make test       the tests, without the minutes-long ones              (ARGS="-k scheduler")
 # make test-all   the tests, with them
+# make bench      a quick look at kernels and prefill on this machine   (ARGS="--plot roofline.png" for the first)
 # make lint       ruff, mypy --strict, import floors
 # make clean      removes the virtual environment and caches
 #
@@ -19,7 +20,7 @@ PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN
 # What an installation is made from: it holds compiled kernels, so a change of theirs installs anew.
 BUILT  := pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*)
 
-.PHONY: help demo test test-all lint clean
+.PHONY: help demo test test-all bench lint clean
 .DEFAULT_GOAL := help
 
 help:
@@ -33,6 +34,10 @@ test: $(VENV)/.dev
 
 test-all: $(VENV)/.dev
 	@$(PYTEST) $(ARGS)
+
+bench: $(VENV)/.dev
+	@$(BIN)/longfill bench kernels --quick --repeats 3 $(ARGS)
+	@$(BIN)/longfill bench prefill --preset toy --lengths 512,1024
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check

@@ -11,5 +11,6 @@ void bind_index(nanobind::module_& m);
 void bind_linear(nanobind::module_& m);
 void bind_attention(nanobind::module_& m);
 void bind_rows(nanobind::module_& m);
+void bind_bench(nanobind::module_& m);
 
 }  // namespace longfill

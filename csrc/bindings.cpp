@@ -6,4 +6,5 @@ NB_MODULE(_native, m) {
   longfill::bind_linear(m);
   longfill::bind_attention(m);
   longfill::bind_rows(m);
+  longfill::bind_bench(m);
 }

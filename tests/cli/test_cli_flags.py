@@ -9,7 +9,7 @@ import pytest
 
 from longfill.config import EngineArgs, choices_of, flag_name
 
-COMMANDS = (["demo"], ["run"], ["eval", "needle"], ["check"])
+COMMANDS = (["demo"], ["run"], ["eval", "needle"], ["check"], ["bench", "prefill"])
 NAMES = [" ".join(command) for command in COMMANDS]
 KNOBS = [knob.name for knob in dataclasses.fields(EngineArgs)]
 

@@ -1,1 +1,1 @@
-"""The command line: `longfill demo | run | eval | check | version`."""
+"""The command line: `longfill demo | run | eval | check | bench | version`."""

@@ -15,7 +15,7 @@ from typing import NoReturn
 
 import typer
 
-from longfill.cli import check, demo, needle_eval, run, version
+from longfill.cli import bench, check, demo, needle_eval, run, version
 from longfill.errors import LongfillError
 
 USAGE_ERROR = 2
@@ -38,6 +38,7 @@ app.command("run")(run.run)
 app.add_typer(evaluations, name="eval")
 evaluations.command("needle")(needle_eval.needle)
 app.command("check")(check.check)
+app.add_typer(bench.app, name="bench")
 app.command("version")(version.version)
 
 

@@ -1,0 +1,1 @@
+"""Measurements: each kernel against this machine's ceilings, and prefill against other engines."""
