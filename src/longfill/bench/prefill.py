@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from longfill.bench.child import ChildRequest
-from longfill.bench.process import MISSING, Outcome, run_child
+from longfill.bench.process import Outcome, run_child
 from longfill.config import EngineArgs, cgroup_memory_limit
 from longfill.errors import ConfigError
 from longfill.models.config import ModelConfig
@@ -35,6 +35,8 @@ class Contender:
     engine: str
     mode: str
     module: str
+    install: str = "pip install 'longfill[bench]'"
+    """How to get it."""
 
     @property
     def label(self) -> str:
@@ -47,7 +49,14 @@ PEERS: Mapping[str, tuple[Contender, ...]] = {
         Contender("transformers", "one-shot", "longfill_peers.transformers_prefill"),
         Contender("transformers", "chunked", "longfill_peers.transformers_prefill"),
     ),
-    "llama.cpp": (Contender("llama.cpp", "chunked", "longfill_peers.llama_cpp_prefill"),),
+    "llama.cpp": (
+        Contender(
+            "llama.cpp",
+            "chunked",
+            "longfill_peers.llama_cpp_prefill",
+            "pip install 'longfill[bench]' llama-cpp-python gguf",
+        ),
+    ),
 }
 
 
@@ -156,11 +165,13 @@ def _measure(plan: PrefillPlan, contender: Contender, token_ids: list[int]) -> P
     if contender is LONGFILL:
         outcome = run_child(contender.module, dataclasses.replace(request, options=_engine_options(plan, length)))
     elif importlib.util.find_spec(contender.module.split(".")[0]) is None:
-        outcome = Outcome("not installed", MISSING)
+        outcome = Outcome("not installed")
     else:
         limit = plan.peer_memory_limit
         request = dataclasses.replace(request, memory_limit=limit, options={"scratch": str(plan.scratch)})
         outcome = run_child(contender.module, request, timeout=plan.peer_timeout, memory_limit=limit)
+    if outcome.status == "not installed":
+        outcome.message = contender.install
     return _result(contender, length, outcome)
 
 

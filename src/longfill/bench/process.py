@@ -25,7 +25,6 @@ from longfill.bench.child import ChildRequest
 Status = Literal["ok", "not installed", "out of memory", "timed out", "failed"]
 
 POLL_SECONDS = 0.02
-MISSING = "not installed: pip install 'longfill[bench]'"
 
 
 @dataclass
@@ -126,7 +125,7 @@ def _outcome(events: list[dict[str, Any]], sampled: int) -> Outcome:
     for event in events:
         kind = event.pop("event")
         if kind == "missing":
-            outcome.status, outcome.message = "not installed", MISSING
+            outcome.status, outcome.message = "not installed", f"{event['package']} is missing"
         elif kind == "out_of_memory":
             outcome.status, outcome.message = "out of memory", event["message"]
         elif kind == "ready":

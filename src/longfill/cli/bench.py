@@ -256,7 +256,7 @@ def _run_prefills(plan: PrefillPlan) -> list[PrefillResult]:
 def _summary(result: PrefillResult) -> str:
     who = f"{result.engine} {result.mode}".strip()
     if result.seconds is None or result.tokens_per_s is None:
-        return f"{who}: {result.status}" + (f" ({result.message})" if result.message else "")
+        return f"{who}: {result.status}" + (f": {result.message}" if result.message else "")
     memory = f", peak {size(result.peak_rss_bytes)}" if result.peak_rss_bytes else ""
     return f"{who}: {duration(result.seconds)}, {result.tokens_per_s:,.0f} tokens/s{memory}"
 
