@@ -141,6 +141,7 @@ class Kernel {
     for_each_run(pages, first_key, count, [&](std::int64_t, const std::uint8_t* value, const float*, std::int64_t n) {
       const std::uint8_t* const end = value + n * in_.keys.value_slot_stride;
       for (; value < end; value += kCacheLine) __builtin_prefetch(value);
+      asm volatile("");  // GCC 12 takes a function that only prefetches for one without effect, and drops its calls.
     });
   }
 
