@@ -82,11 +82,12 @@ class Kernel {
       s.counts[r] = 0;
       s.thresholds[r] = kNoScore;
     }
-    for (std::int64_t key = piece.first_key; key < piece.last_key; key += tiling_.tile_keys) {
-      const std::int64_t keys = std::min<std::int64_t>(tiling_.tile_keys, piece.last_key - key);
+    const std::int64_t tile_keys = rows.num_rows < kGroupRows ? tiling_.few_rows_tile_keys : tiling_.tile_keys;
+    for (std::int64_t key = piece.first_key; key < piece.last_key; key += tile_keys) {
+      const std::int64_t keys = std::min(tile_keys, piece.last_key - key);
       unpack_tile(rows.pages, key, keys, s);
       const std::int64_t next = key + keys;
-      prefetch_tile(rows.pages, next, std::min<std::int64_t>(tiling_.tile_keys, piece.last_key - next));
+      prefetch_tile(rows.pages, next, std::min(tile_keys, piece.last_key - next));
       // Rows at positions before the tile see none of it.
       const std::int64_t first_row = std::max<std::int64_t>(0, key - rows.first_position);
       for (std::int64_t r = first_row; r < rows.num_rows; r += kGroupRows)
