@@ -48,10 +48,21 @@ std::vector<ScoredRows> checked_rows(const Rows& rows, const ConstBytes3& values
   return checked;
 }
 
-void index_topk_py(const std::string& isa_name, const ConstFloats3& queries, const ConstFloats2& weights,
-                   const ConstBytes3& values, const ConstFloats2& scales, const Rows& rows, const Ints2& selection,
-                   const std::optional<Floats2>& scores, int num_threads) {
+ScreenMode screen_mode(const std::string& name, const Isa& isa) {
+  if (name == "off") return ScreenMode::kOff;
+  if (name == "auto") return ScreenMode::kAuto;
+  require(name == "on", "screen must be auto, on or off");
+  require(isa.screen != nullptr, std::string("no screen for instruction set ") + isa.name);
+  return ScreenMode::kOn;
+}
+
+// (pairs, screened, survivors)
+std::tuple<std::int64_t, std::int64_t, std::int64_t> index_topk_py(
+    const std::string& isa_name, const ConstFloats3& queries, const ConstFloats2& weights, const ConstBytes3& values,
+    const ConstFloats2& scales, const Rows& rows, const Ints2& selection, const std::optional<Floats2>& scores,
+    const std::string& screen, int num_threads) {
   const Isa& isa = isa_named(isa_name);
+  const ScreenMode mode = screen_mode(screen, isa);
   const auto num_rows = static_cast<std::int64_t>(queries.shape(0));
   const auto heads = static_cast<std::int64_t>(queries.shape(1));
   const auto dim = static_cast<std::int64_t>(queries.shape(2));
@@ -83,7 +94,8 @@ void index_topk_py(const std::string& isa_name, const ConstFloats3& queries, con
   const IndexInputs inputs{queries.data(), queries.stride(0),        weights.data(), weights.stride(0),
                            static_cast<int>(heads), static_cast<int>(dim), keys};
   nb::gil_scoped_release release;
-  index_topk(isa, inputs, checked, out, num_threads);
+  const ScreenCounts counted = index_topk(isa, inputs, checked, out, mode, num_threads);
+  return {counted.pairs, counted.screened, counted.survivors};
 }
 
 std::vector<std::string> isa_names() {
@@ -99,13 +111,16 @@ void bind_index(nb::module_& m) {
   m.def("index_topk", &index_topk_py, nb::arg("isa"), nb::arg("queries").noconvert(),
         nb::arg("weights").noconvert(), nb::arg("values").noconvert(), nb::arg("scales").noconvert(),
         nb::arg("rows").noconvert(), nb::arg("selection").noconvert(), nb::arg("scores").noconvert().none(),
-        nb::arg("num_threads"));
+        nb::arg("screen"), nb::arg("num_threads"));
   m.def(
       "index_topk_scratch_bytes",
-      [](const std::string& isa, int heads, int dim, std::int64_t k, int num_threads) {
-        return index_topk_scratch_bytes(isa_named(isa), {heads, dim, k}, num_threads);
+      [](const std::string& isa, int heads, int dim, std::int64_t k, const std::string& screen,
+         int num_threads) {
+        const Isa& chosen = isa_named(isa);
+        return index_topk_scratch_bytes(chosen, {heads, dim, k}, screen_mode(screen, chosen), num_threads);
       },
-      nb::arg("isa"), nb::arg("heads"), nb::arg("dim"), nb::arg("k"), nb::arg("num_threads"));
+      nb::arg("isa"), nb::arg("heads"), nb::arg("dim"), nb::arg("k"), nb::arg("screen"),
+      nb::arg("num_threads"));
   m.def(
       "spin",
       [](const std::string& isa, std::int64_t iterations) {

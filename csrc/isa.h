@@ -65,6 +65,8 @@ struct TileArgs {
   bool accumulate;
 };
 
+struct ScreenKernels;
+
 struct Isa {
   const char* name;
   int lanes;           // keys in a packed block
@@ -86,6 +88,7 @@ struct Isa {
   int tile_vectors;
   void (*tile_fp32)(const TileArgs& args);
   void (*tile_bf16)(const TileArgs& args);
+  const ScreenKernels* screen;  // null where there is none
 };
 
 // Every instruction set of this build that this machine runs, best first; the portable one is always last.

@@ -59,6 +59,6 @@ void collect(const CollectArgs& args) { collect_rows(args, append_vectors); }
 
 const Isa avx2_isa = {"avx2",      Avx2::lanes, 4,         pack_query_fp32, unpack_block_fp32<Avx2::lanes>,
                       score<Avx2>, collect,     keep_best<PlainSteps>, spin<Avx2>,
-                      Avx2::lanes,  Avx2::tile_vectors, tile<Avx2>, nullptr};
+                      Avx2::lanes,  Avx2::tile_vectors, tile<Avx2>, nullptr, nullptr};
 
 }  // namespace longfill

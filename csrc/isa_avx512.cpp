@@ -42,6 +42,6 @@ void tile_fp32_avx512(const TileArgs& args) { tile<Avx512>(args); }
 
 const Isa avx512_isa = {"avx512",      Avx512::lanes,  4,         pack_query_fp32, unpack_block_fp32<Avx512::lanes>,
                         score<Avx512>, collect_avx512, keep_best<VectorSteps>, spin<Avx512>,
-                        Avx512::lanes,  Avx512::tile_vectors, tile_fp32_avx512, nullptr};
+                        Avx512::lanes,  Avx512::tile_vectors, tile_fp32_avx512, nullptr, nullptr};
 
 }  // namespace longfill

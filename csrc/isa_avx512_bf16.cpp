@@ -7,6 +7,7 @@
 #include <cstring>
 
 #include "avx512_keys.h"
+#include "avx512_screen.h"
 #include "avx512_topk.h"
 #include "e4m3.h"
 #include "score.h"
@@ -105,6 +106,7 @@ void unpack_block(const std::uint8_t* const* rows, int dim, char* out) {
 
 const Isa avx512_bf16_isa = {"avx512_bf16",     Avx512Bf16::lanes, 2,         pack_query,      unpack_block,
                              score<Avx512Bf16>, collect_avx512, keep_best<VectorSteps>, spin<Avx512Bf16>,
-                             Avx512Bf16::lanes, Avx512Bf16::tile_vectors, tile_fp32_avx512, tile<Avx512Bf16>};
+                             Avx512Bf16::lanes, Avx512Bf16::tile_vectors, tile_fp32_avx512, tile<Avx512Bf16>,
+                             &kScreenAvx512};
 
 }  // namespace longfill

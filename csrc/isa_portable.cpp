@@ -57,6 +57,6 @@ void collect(const CollectArgs& args) { collect_rows(args, append_each); }
 const Isa portable_isa = {"portable",      Portable::lanes, 4,
                           pack_query_fp32, unpack_block_fp32<Portable::lanes>,
                           score<Portable>, collect,         keep_best<PlainSteps>,
-                          spin<Portable>,  Portable::lanes,  Portable::tile_vectors, tile<Portable>,  nullptr};
+                          spin<Portable>,  Portable::lanes,  Portable::tile_vectors, tile<Portable>,  nullptr, nullptr};
 
 }  // namespace longfill

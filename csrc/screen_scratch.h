@@ -1,0 +1,55 @@
+// What one thread screens in: a tile of integer keys, its rows' integer queries, and survivors on their way to be scored.
+#pragma once
+
+#include <cstdint>
+
+#include "memory.h"
+#include "screen.h"
+#include "tiling.h"
+
+namespace longfill {
+
+// Survivors of a row are scored so many at a time, in order of position.
+constexpr int kPendingKeys = 2 * kScreenLanes;
+
+struct ScreenScratch {
+  char* tile;
+  float* norms;
+  float* errors;
+  float* scales;
+  std::int8_t* queries;
+  std::int32_t* offsets;
+  float* factors;
+  float* error_weights;
+  float* norm_weights;
+  std::uint16_t* masks;
+  std::int64_t mask_stride;
+  // [rows][kPendingKeys]
+  const std::uint8_t** pending_keys;
+  float* pending_scales;
+  std::int32_t* pending_positions;
+  std::int32_t* pending;  // how many, by row
+  std::int64_t packed_rows = 0;
+
+  ScreenScratch(Carver& carver, const Tiling& tiling, int heads, int dim) {
+    const std::int64_t rows = tiling.block_rows;
+    tile = carver.take<char>(static_cast<std::int64_t>(tiling.tile_keys) * dim);
+    norms = carver.take<float>(tiling.tile_keys);
+    errors = carver.take<float>(tiling.tile_keys);
+    scales = carver.take<float>(tiling.tile_keys);
+    queries = carver.take<std::int8_t>(rows * heads * dim);
+    offsets = carver.take<std::int32_t>(rows * heads);
+    factors = carver.take<float>(rows * heads);
+    error_weights = carver.take<float>(rows);
+    norm_weights = carver.take<float>(rows);
+    // Whole words of 64 bits.
+    mask_stride = (tiling.tile_keys + 63) / 64 * (64 / kScreenLanes);
+    masks = carver.take<std::uint16_t>(kGroupRows * mask_stride);
+    pending_keys = carver.take<const std::uint8_t*>(rows * kPendingKeys);
+    pending_scales = carver.take<float>(rows * kPendingKeys);
+    pending_positions = carver.take<std::int32_t>(rows * kPendingKeys);
+    pending = carver.take<std::int32_t>(rows);
+  }
+};
+
+}  // namespace longfill
