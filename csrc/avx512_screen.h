@@ -1,6 +1,6 @@
 // The screen with vpdpbusd: four products of bytes a lane and instruction, summed exactly in int32.
 //
-// Internal linkage, as in score.h; needs AVX-512 VNNI and VBMI. Blocked like score.h, and as free of consequences: what
+// Internal linkage, as in score.h; needs AVX-512 VNNI, VBMI and VBMI2. Blocked like score.h, and as free of consequences: what
 // passes depends on the row, the key and the threshold alone.
 #pragma once
 
@@ -17,6 +17,16 @@ namespace {
 
 constexpr int kScreenChains = 8;   // rows times heads that share loaded keys
 constexpr int kScreenVectors = 2;  // blocks at once
+constexpr int kMaskWords = kScreenTileKeys / 64;
+
+// What may pass, a bit a key.
+struct ScreenMasks {
+  std::uint64_t words[kScreenRows][kMaskWords];
+
+  LONGFILL_INLINE void set(int row, int block, __mmask16 pass) {
+    std::memcpy(reinterpret_cast<char*>(words[row]) + block * sizeof pass, &pass, sizeof pass);
+  }
+};
 
 // GCC 12 spills arrays of accumulators around the intrinsic.
 LONGFILL_INLINE void dot_bytes(__m512i& sum, __m512i unsigned_bytes, __m512i signed_bytes) {
@@ -92,7 +102,7 @@ LONGFILL_INLINE void screen_heads(const ScreenArgs& a, int row, int head, const 
 
 // Rows [row, row + ROWS) against blocks [block, block + VECTORS), HEADS of their heads at a time.
 template <int ROWS, int HEADS, int VECTORS>
-LONGFILL_INLINE void screen_blocks(const ScreenArgs& a, int row, int block) {
+LONGFILL_INLINE void screen_blocks(const ScreenArgs& a, int row, int block, ScreenMasks& masks) {
   const char* const keys = a.keys + static_cast<std::int64_t>(block) * a.dim * kScreenLanes;
   const int key = block * kScreenLanes;
   __m512 total[ROWS][VECTORS];
@@ -111,31 +121,55 @@ LONGFILL_INLINE void screen_blocks(const ScreenArgs& a, int row, int block) {
       const __m512 bound = _mm512_mul_ps(total[r][v], _mm512_load_ps(a.scales + key + 16 * v));
       // "Not at most": a NaN passes.
       const __mmask16 pass = _mm512_cmp_ps_mask(bound, _mm512_set1_ps(a.thresholds[row + r]), _CMP_NLE_UQ);
-      a.masks[(row + r) * a.mask_stride + block + v] = pass;
+      masks.set(row + r, block + v, pass);
     }
 }
 
 template <int ROWS, int HEADS>
-LONGFILL_INLINE void screen_rows(const ScreenArgs& a, int row) {
+LONGFILL_INLINE void screen_rows(const ScreenArgs& a, int row, int blocks, ScreenMasks& masks) {
   int block = 0;
-  for (; block + kScreenVectors <= a.blocks; block += kScreenVectors)
-    screen_blocks<ROWS, HEADS, kScreenVectors>(a, row, block);
-  for (; block < a.blocks; ++block) screen_blocks<ROWS, HEADS, 1>(a, row, block);
+  for (; block + kScreenVectors <= blocks; block += kScreenVectors)
+    screen_blocks<ROWS, HEADS, kScreenVectors>(a, row, block, masks);
+  for (; block < blocks; ++block) screen_blocks<ROWS, HEADS, 1>(a, row, block, masks);
 }
 
 template <int HEADS = kScreenChains>
-void screen_test(const ScreenArgs& a) {
+void screen_masks(const ScreenArgs& a, int blocks, ScreenMasks& masks) {
   if constexpr (HEADS > 1) {
-    if (a.heads < HEADS) return screen_test<HEADS - 1>(a);
+    if (a.heads < HEADS) return screen_masks<HEADS - 1>(a, blocks, masks);
   }
   constexpr int rows_together = kScreenChains / HEADS;
   int row = 0;
   // More heads than HEADS only where that is kScreenChains, and then rows_together is 1.
-  for (; row + rows_together <= a.rows; row += rows_together) screen_rows<rows_together, HEADS>(a, row);
-  for (; row < a.rows; ++row) screen_rows<1, HEADS>(a, row);
+  for (; row + rows_together <= a.rows; row += rows_together) screen_rows<rows_together, HEADS>(a, row, blocks, masks);
+  for (; row < a.rows; ++row) screen_rows<1, HEADS>(a, row, blocks, masks);
 }
 
-constexpr ScreenKernels kScreenAvx512 = {screen_pack_block, screen_test<>};
+inline std::int64_t visible_keys(const ScreenArgs& a, int row) {
+  return a.seen + row < a.keys_in_tile ? a.seen + row : a.keys_in_tile;
+}
+
+void screen_test(const ScreenArgs& a) {
+  std::uint8_t numbers[64];
+  for (int i = 0; i < 64; ++i) numbers[i] = static_cast<std::uint8_t>(i);
+  const __m512i lanes = _mm512_loadu_si512(numbers);
+  ScreenMasks masks;
+  screen_masks(a, static_cast<int>((visible_keys(a, a.rows - 1) + kScreenLanes - 1) / kScreenLanes), masks);
+  for (int r = 0; r < a.rows; ++r) {
+    const std::int64_t visible = visible_keys(a, r);
+    std::int64_t count = 0;
+    for (std::int64_t first = 0; first < visible; first += 64) {
+      std::uint64_t passed = masks.words[r][first / 64];
+      if (visible - first < 64) passed &= (std::uint64_t{1} << (visible - first)) - 1;
+      const __m512i keys = _mm512_add_epi8(lanes, _mm512_set1_epi8(static_cast<char>(first)));
+      _mm512_storeu_si512(a.survivors + r * kSurvivorStride + count, _mm512_maskz_compress_epi8(passed, keys));
+      count += __builtin_popcountll(passed);
+    }
+    a.counts[r] = static_cast<std::int32_t>(count);
+  }
+}
+
+constexpr ScreenKernels kScreenAvx512 = {screen_pack_block, screen_test};
 
 }  // namespace
 }  // namespace longfill

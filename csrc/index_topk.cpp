@@ -153,7 +153,8 @@ class Kernel {
     isa_.collect({s.tile_scores, tiling_.tile_keys, static_cast<int>(count), t.keys, before + r,
                   static_cast<std::int32_t>(t.first_key), s.candidate_scores + at, s.candidate_positions + at,
                   tiling_.candidate_stride(), s.counts + r, s.thresholds + r});
-    for (std::int64_t i = r; i < r + count; ++i) cut_back(i, s);
+    for (std::int64_t i = r; i < r + count; ++i)
+      cut_back(i, tiling_.candidate_room, tiling_.kept_candidates, s);
   }
 
   // Rows [r, r + count) against the first `keys` unpacked keys.
@@ -176,10 +177,10 @@ class Kernel {
     isa_.score(args);
   }
 
-  void cut_back(std::int64_t i, Scratch& s) const {
-    if (s.counts[i] <= tiling_.candidate_room) return;
+  void cut_back(std::int64_t i, std::int64_t room, std::int64_t most, Scratch& s) const {
+    if (s.counts[i] <= room) return;
     Candidates row = candidates(s, i);
-    s.thresholds[i] = isa_.keep_best(row, out_.k, tiling_.kept_candidates, s.sort_keys);
+    s.thresholds[i] = isa_.keep_best(row, out_.k, most, s.sort_keys);
     s.counts[i] = row.count;
   }
 
@@ -196,6 +197,7 @@ class Kernel {
     const std::int64_t first = first_row_of(rows, t);
     const std::int64_t last = probe ? std::min(first + kProbedRows, rows.num_rows) : rows.num_rows;
     pack_screen_rows(rows, last, s);
+    for (std::int64_t r = first; r < last; ++r) cut_back(r, tiling_.screened_room, out_.k, s);
     pack_screen_tile(t, s);
     ScreenCounts seen;
     for (std::int64_t r = first; r < last; r += kGroupRows)
@@ -230,33 +232,37 @@ class Kernel {
                     ScreenCounts& seen, Scratch& s) const {
     ScreenScratch& c = *s.screen;
     const std::int64_t before = rows.first_position - t.first_key + 1;
-    const std::int64_t most = std::min(t.keys, before + r + count - 1);
     isa_.screen->test({c.queries + r * in_.heads * in_.dim, c.offsets + r * in_.heads, c.factors + r * in_.heads,
                        c.error_weights + r, c.norm_weights + r, s.thresholds + r, c.tile, c.norms, c.errors, c.scales,
-                       c.masks, c.mask_stride, static_cast<int>(count), in_.heads, in_.dim,
-                       static_cast<int>((most + kScreenLanes - 1) / kScreenLanes)});
-    for (std::int64_t i = r; i < r + count; ++i) {
-      const std::int64_t visible = std::min(t.keys, before + i);
-      seen.screened += visible;
-      const std::uint16_t* const mask = c.masks + (i - r) * c.mask_stride;
-      for (std::int64_t first = 0; first < visible; first += 64) {
-        std::uint64_t passed;
-        std::memcpy(&passed, mask + first / kScreenLanes, sizeof passed);
-        if (visible - first < 64) passed &= (std::uint64_t{1} << (visible - first)) - 1;
-        seen.survivors += __builtin_popcountll(passed);
-        if (probe) continue;
-        for (; passed != 0; passed &= passed - 1) line_up(rows, i, first + __builtin_ctzll(passed), t, s);
-      }
+                       c.survivors, c.survivor_counts, before + r, t.keys, static_cast<int>(count),
+                       in_.heads, in_.dim});
+    for (std::int64_t i = 0; i < count; ++i) {
+      const std::int32_t survivors = c.survivor_counts[i];
+      seen.screened += std::min(t.keys, before + r + i);
+      seen.survivors += survivors;
+      if (!probe) line_up(rows, r + i, c.survivors + i * kSurvivorStride, survivors, t, s);
     }
   }
 
-  void line_up(const ScoredRows& rows, std::int64_t i, std::int64_t key, const Tile& t, Scratch& s) const {
+  void line_up(const ScoredRows& rows, std::int64_t i, const std::uint8_t* keys, std::int32_t count, const Tile& t,
+               Scratch& s) const {
     ScreenScratch& c = *s.screen;
-    const std::int64_t at = i * kPendingKeys + c.pending[i];
-    c.pending_keys[at] = s.tile_keys[key];
-    c.pending_scales[at] = s.tile_scales[key];
-    c.pending_positions[at] = static_cast<std::int32_t>(t.first_key + key);
-    if (++c.pending[i] == kPendingKeys) score_pending_of(rows, i, s);
+    for (std::int32_t taken = 0; taken < count;) {
+      const std::int32_t waiting = c.pending[i];
+      const std::int32_t more = std::min(count - taken, kPendingKeys - waiting);
+      const std::uint8_t** const pending = c.pending_keys + i * kPendingKeys + waiting;
+      float* const scales = c.pending_scales + i * kPendingKeys + waiting;
+      std::int32_t* const positions = c.pending_positions + i * kPendingKeys + waiting;
+      for (std::int32_t j = 0; j < more; ++j) {
+        const int key = keys[taken + j];
+        pending[j] = s.tile_keys[key];
+        scales[j] = s.tile_scales[key];
+        positions[j] = static_cast<std::int32_t>(t.first_key) + key;
+      }
+      taken += more;
+      c.pending[i] = waiting + more;
+      if (waiting + more == kPendingKeys) score_pending_of(rows, i, s);
+    }
   }
 
   void score_pending(const ScoredRows& rows, Scratch& s) const {
@@ -283,7 +289,7 @@ class Kernel {
     }
     s.counts[i] = row.count;
     c.pending[i] = 0;
-    cut_back(i, s);
+    cut_back(i, tiling_.screened_room, out_.k, s);
   }
 
   void write(std::int64_t row, const Candidates& best) const {

@@ -18,6 +18,7 @@
 // bound's own product with the scale may be subnormal; the exact score is then zero or beyond it, on the bound's side.
 #include "screen.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <limits>
@@ -75,7 +76,7 @@ HeadNorms pack_head(const float* query, int dim, std::int8_t* out, std::int32_t&
   offset = 0;
   sigma = 0.0f;
   if (!norms.bounded || largest == 0.0f) {
-    std::memset(out, 0, dim);
+    std::fill(out, out + dim, std::int8_t{0});
     return norms;
   }
   sigma = largest / kMostInteger;

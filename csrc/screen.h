@@ -8,6 +8,11 @@
 
 namespace longfill {
 
+constexpr int kScreenLanes = 16;
+constexpr int kScreenRows = 8;
+constexpr int kScreenTileKeys = 256;                  // at most: a byte names each
+constexpr int kSurvivorStride = kScreenTileKeys + 64;  // with room for a whole store past the last
+
 // Rows against one packed key tile.
 struct ScreenArgs {
   const std::int8_t* queries;    // [rows][heads][dim]
@@ -20,12 +25,13 @@ struct ScreenArgs {
   const float* norms;            // of the integer keys, one a key
   const float* errors;           // of them against the true ones, NaN where a key has no bound
   const float* scales;
-  std::uint16_t* masks;          // [rows][mask_stride]: a bit a key of each block, set for what may pass the threshold
-  std::int64_t mask_stride;
-  int rows;
+  std::uint8_t* survivors;       // [rows][kSurvivorStride]: keys that may pass the threshold, ascending
+  std::int32_t* counts;          // [rows]: how many
+  std::int64_t seen;             // keys of the tile that row 0 sees; each next row sees one more, up to `keys_in_tile`
+  std::int64_t keys_in_tile;
+  int rows;                      // at most kScreenRows
   int heads;
   int dim;
-  int blocks;
 };
 
 // An instruction set's screen; its blocks hold 16 keys.
@@ -34,8 +40,6 @@ struct ScreenKernels {
   void (*pack_block)(const std::uint8_t* const* rows, int dim, char* out, float* norms, float* errors);
   void (*test)(const ScreenArgs& args);
 };
-
-constexpr int kScreenLanes = 16;
 
 // Integer keys are e4m3 values over this step, at most 127; their errors are counted in 1/32 and rounded up.
 constexpr float kKeyStep = 3.5f;

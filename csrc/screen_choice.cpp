@@ -3,7 +3,8 @@
 namespace longfill {
 namespace {
 
-constexpr std::int64_t kWindowPairs = 1 << 16;
+// Long enough that a few tiles which resemble a row's query do not end a screen.
+constexpr std::int64_t kWindowPairs = 1 << 20;
 
 // The share of survivors at which the screen and the plain kernel take the same time, from the cycles of each: half the
 // multiply-adds for the test, and for a survivor about two plain scores and the gathering of its key.
@@ -30,8 +31,8 @@ void ScreenChoice::saw(std::int64_t keys, std::int64_t tested, std::int64_t pass
   passed_ += passed;
   if (screening_ && tested_ < kWindowPairs) return;
   screening_ = static_cast<double>(passed_) <= most_survivors_ * static_cast<double>(tested_);
-  // Thresholds rise with the logarithm of the keys: asking at every doubling is often enough.
-  if (!screening_) next_probe_ = 2 * keys;
+  // Thresholds rise with the logarithm of the keys, so asking so often is enough.
+  if (!screening_) next_probe_ = keys + keys / 4;
   tested_ = passed_ = 0;
 }
 

@@ -11,6 +11,7 @@ namespace longfill {
 
 // Survivors of a row are scored so many at a time, in order of position.
 constexpr int kPendingKeys = 2 * kScreenLanes;
+static_assert(kScreenTileKeys >= kMaxTileKeys && kScreenRows >= kGroupRows, "a screen takes what index_topk cuts");
 
 struct ScreenScratch {
   char* tile;
@@ -22,8 +23,8 @@ struct ScreenScratch {
   float* factors;
   float* error_weights;
   float* norm_weights;
-  std::uint16_t* masks;
-  std::int64_t mask_stride;
+  std::uint8_t* survivors;  // [kScreenRows][kSurvivorStride]
+  std::int32_t* survivor_counts;
   // [rows][kPendingKeys]
   const std::uint8_t** pending_keys;
   float* pending_scales;
@@ -42,9 +43,8 @@ struct ScreenScratch {
     factors = carver.take<float>(rows * heads);
     error_weights = carver.take<float>(rows);
     norm_weights = carver.take<float>(rows);
-    // Whole words of 64 bits.
-    mask_stride = (tiling.tile_keys + 63) / 64 * (64 / kScreenLanes);
-    masks = carver.take<std::uint16_t>(kGroupRows * mask_stride);
+    survivors = carver.take<std::uint8_t>(kScreenRows * kSurvivorStride);
+    survivor_counts = carver.take<std::int32_t>(kScreenRows);
     pending_keys = carver.take<const std::uint8_t*>(rows * kPendingKeys);
     pending_scales = carver.take<float>(rows * kPendingKeys);
     pending_positions = carver.take<std::int32_t>(rows * kPendingKeys);

@@ -27,6 +27,7 @@ Tiling::Tiling(const Isa& isa, int heads, int dim, std::int64_t k) {
   few_rows_tile_keys = static_cast<int>(clamp(kFewRowsTileBytes / key_bytes / 32 * 32, 32, tile_keys));
   candidate_room = k + std::max<std::int64_t>(k, 192);
   kept_candidates = k + k / 4;
+  screened_room = k + std::max<std::int64_t>(k / 8, 32);
   const std::int64_t by_queries = kQueryBytes / (heads * key_bytes);
   const std::int64_t by_candidates = kCandidateBytes / (candidate_stride() * 8);
   block_rows = clamp(std::min(by_queries, by_candidates) / kGroupRows * kGroupRows, kGroupRows, kMaxBlockRows);
