@@ -4,6 +4,7 @@
 #include "index_topk.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <limits>
 
@@ -17,6 +18,7 @@ namespace {
 
 constexpr std::int64_t kCacheLine = 64;
 constexpr std::int64_t kProbedRows = 16;
+constexpr std::int64_t kPrimingShare = 32;  // at most one key in so many is scored twice
 constexpr float kNoScore = -std::numeric_limits<float>::infinity();
 
 // Keys [first_key, first_key + keys) of a context.
@@ -24,6 +26,12 @@ struct Tile {
   std::int64_t first_key;
   std::int64_t keys;
 };
+
+// Never subnormal: a thread may take those for zero.
+float just_below(float score) {
+  if (std::fabs(score) < std::numeric_limits<float>::min()) return -std::numeric_limits<float>::min();
+  return std::nextafter(score, kNoScore);
+}
 
 class Kernel {
  public:
@@ -34,7 +42,9 @@ class Kernel {
   void run(const Piece& piece, Scratch& s) const {
     const ScoredRows& rows = piece.rows;
     start(rows, s);
-    ScreenChoice choice(screen_mode(rows, s), tiling_.candidate_room + 1, in_.heads, in_.dim);
+    const ScreenMode mode = screen_mode(rows, s);
+    const bool primed = mode != ScreenMode::kOff && prime(piece, s);
+    ScreenChoice choice(mode, primed ? 0 : tiling_.candidate_room + 1, in_.heads, in_.dim);
     const std::int64_t tile_keys = rows.num_rows < kGroupRows ? tiling_.few_rows_tile_keys : tiling_.tile_keys;
     for (std::int64_t key = piece.first_key; key < piece.last_key; key += tile_keys) {
       const Tile tile{key, std::min(tile_keys, piece.last_key - key)};
@@ -101,6 +111,27 @@ class Kernel {
       if (s.screen) s.screen->pending[r] = 0;
     }
     if (s.screen) s.screen->packed_rows = 0;
+  }
+
+  // Thresholds before the first key, from the keys just before the rows: often the best, and a screen needs them early.
+  bool prime(const Piece& piece, Scratch& s) const {
+    const ScoredRows& rows = piece.rows;
+    const std::int64_t keys = (tiling_.candidate_room / tiling_.tile_keys + 1) * tiling_.tile_keys;
+    if (piece.last_key - piece.first_key < kPrimingShare * keys) return false;
+    const std::int64_t last = rows.first_position + 1;  // the first row sees no more
+    if (last < keys) return false;
+    for (std::int64_t key = last - keys; key < last; key += tiling_.tile_keys) {
+      const Tile tile{key, tiling_.tile_keys};
+      locate_tile(rows.pages, tile, s);
+      score_tile(rows, tile, s);
+    }
+    for (std::int64_t r = 0; r < rows.num_rows; ++r) {
+      cut_back(r, out_.k, out_.k, s);
+      // Those keys come again, and with them others as good: what equals the threshold must pass.
+      s.thresholds[r] = just_below(s.thresholds[r]);
+      s.counts[r] = 0;
+    }
+    return true;
   }
 
   void prefetch_tile(const std::int64_t* pages, const Tile& t) const {

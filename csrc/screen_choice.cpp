@@ -1,9 +1,12 @@
 #include "screen_choice.h"
 
+#include <algorithm>
+
 namespace longfill {
 namespace {
 
 // Long enough that a few tiles which resemble a row's query do not end a screen.
+constexpr std::int64_t kMinProbeKeys = 2048;
 constexpr std::int64_t kWindowPairs = 1 << 20;
 
 // The share of survivors at which the screen and the plain kernel take the same time, from the cycles of each: half the
@@ -32,7 +35,7 @@ void ScreenChoice::saw(std::int64_t keys, std::int64_t tested, std::int64_t pass
   if (screening_ && tested_ < kWindowPairs) return;
   screening_ = static_cast<double>(passed_) <= most_survivors_ * static_cast<double>(tested_);
   // Thresholds rise with the logarithm of the keys, so asking so often is enough.
-  if (!screening_) next_probe_ = keys + keys / 4;
+  if (!screening_) next_probe_ = keys + std::max(keys / 4, kMinProbeKeys);
   tested_ = passed_ = 0;
 }
 
