@@ -12,6 +12,8 @@
 
 #include "bind.h"
 #include "index_topk.h"
+#include "screen.h"
+#include "screen_check.h"
 
 namespace nb = nanobind;
 
@@ -24,6 +26,12 @@ using ConstFloats3 = nb::ndarray<const float, nb::ndim<3>, nb::device::cpu>;
 using ConstBytes3 = nb::ndarray<const std::uint8_t, nb::ndim<3>, nb::device::cpu>;
 using Ints2 = nb::ndarray<std::int32_t, nb::ndim<2>, nb::device::cpu>;
 using ConstLongs1 = nb::ndarray<const std::int64_t, nb::ndim<1>, nb::device::cpu>;
+// Contiguous ones, of screen_check.
+using Queries = nb::ndarray<const float, nb::ndim<3>, nb::c_contig, nb::device::cpu>;
+using Weights = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using ConstFloats1 = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using ConstBytes2 = nb::ndarray<const std::uint8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using Bytes2 = nb::ndarray<std::uint8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 // (first row, rows, first position, page table)
 using Rows = std::vector<std::tuple<std::int64_t, std::int64_t, std::int64_t, ConstLongs1>>;
 
@@ -98,6 +106,23 @@ std::tuple<std::int64_t, std::int64_t, std::int64_t> index_topk_py(
   return {counted.pairs, counted.screened, counted.survivors};
 }
 
+void screen_check_py(const std::string& isa_name, const Queries& queries, const Weights& weights,
+                     const ConstBytes2& keys, const ConstFloats1& scales, const ConstFloats1& thresholds,
+                     float bound_factor, const Bytes2& passed) {
+  const Isa& isa = isa_named(isa_name);
+  screen_mode("on", isa);
+  const std::size_t rows = queries.shape(0), heads = queries.shape(1), dim = queries.shape(2), count = keys.shape(0);
+  require(rows >= 1 && heads >= 1 && heads <= 1024 && dim >= 16 && dim % 16 == 0 && dim <= 4096, "bad query shape");
+  require(count >= 1 && count <= kScreenTileKeys && keys.shape(1) == dim, "bad key shape");
+  require(weights.shape(0) == rows && weights.shape(1) == heads && thresholds.shape(0) == rows &&
+              scales.shape(0) == count && passed.shape(0) == rows && passed.shape(1) == count,
+          "shapes do not fit together");
+  screen_check(isa,
+               {queries.data(), weights.data(), keys.data(), scales.data(), thresholds.data(), static_cast<int>(rows),
+                static_cast<int>(heads), static_cast<int>(dim), static_cast<int>(count), bound_factor},
+               passed.data());
+}
+
 std::vector<std::string> isa_names() {
   std::vector<std::string> names;
   for (const Isa* isa : supported_isas()) names.emplace_back(isa->name);
@@ -121,6 +146,9 @@ void bind_index(nb::module_& m) {
       },
       nb::arg("isa"), nb::arg("heads"), nb::arg("dim"), nb::arg("k"), nb::arg("screen"),
       nb::arg("num_threads"));
+  m.def("screen_check", &screen_check_py, nb::arg("isa"), nb::arg("queries").noconvert(),
+        nb::arg("weights").noconvert(), nb::arg("keys").noconvert(), nb::arg("scales").noconvert(),
+        nb::arg("thresholds").noconvert(), nb::arg("bound_factor"), nb::arg("passed").noconvert());
   m.def(
       "spin",
       [](const std::string& isa, std::int64_t iterations) {

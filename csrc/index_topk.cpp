@@ -227,9 +227,12 @@ class Kernel {
     const bool probe = step == ScreenChoice::Step::kProbe;
     const std::int64_t first = first_row_of(rows, t);
     const std::int64_t last = probe ? std::min(first + kProbedRows, rows.num_rows) : rows.num_rows;
-    pack_screen_rows(rows, last, s);
+    ScreenScratch& c = *s.screen;
+    for (std::int64_t& r = c.packed_rows; r < last; ++r)
+      c.pack_row(r, in_.queries + (rows.first_row + r) * in_.query_stride,
+                 in_.weights + (rows.first_row + r) * in_.weight_stride, in_.heads, in_.dim);
     for (std::int64_t r = first; r < last; ++r) cut_back(r, tiling_.screened_room, out_.k, s);
-    pack_screen_tile(t, s);
+    c.pack_tile(*isa_.screen, s.tile_keys, s.tile_scales, t.keys, in_.dim);
     ScreenCounts seen;
     for (std::int64_t r = first; r < last; r += kGroupRows)
       screen_group(rows, r, std::min<std::int64_t>(kGroupRows, last - r), t, probe, seen, s);
@@ -237,36 +240,11 @@ class Kernel {
     if (!probe) s.counted.add(seen);
   }
 
-  void pack_screen_rows(const ScoredRows& rows, std::int64_t last, Scratch& s) const {
-    ScreenScratch& c = *s.screen;
-    for (std::int64_t& r = c.packed_rows; r < last; ++r) {
-      ScreenRow row{c.queries + r * in_.heads * in_.dim, c.offsets + r * in_.heads, c.factors + r * in_.heads, 0, 0};
-      pack_screen_row(in_.queries + (rows.first_row + r) * in_.query_stride,
-                      in_.weights + (rows.first_row + r) * in_.weight_stride, in_.heads, in_.dim, row);
-      c.error_weights[r] = row.error_weight;
-      c.norm_weights[r] = row.norm_weight;
-    }
-  }
-
-  void pack_screen_tile(const Tile& t, Scratch& s) const {
-    ScreenScratch& c = *s.screen;
-    for (std::int64_t i = 0; i < t.keys; i += kScreenLanes)
-      isa_.screen->pack_block(s.tile_keys + i, in_.dim, c.tile + i * in_.dim, c.norms + i, c.errors + i);
-    for (std::int64_t i = 0; i < t.keys; ++i) {
-      const bool bounded = screened_scale(s.tile_scales[i]);
-      c.scales[i] = bounded ? s.tile_scales[i] : 1.0f;
-      if (!bounded) c.errors[i] = std::numeric_limits<float>::quiet_NaN();
-    }
-  }
-
   void screen_group(const ScoredRows& rows, std::int64_t r, std::int64_t count, const Tile& t, bool probe,
                     ScreenCounts& seen, Scratch& s) const {
     ScreenScratch& c = *s.screen;
     const std::int64_t before = rows.first_position - t.first_key + 1;
-    isa_.screen->test({c.queries + r * in_.heads * in_.dim, c.offsets + r * in_.heads, c.factors + r * in_.heads,
-                       c.error_weights + r, c.norm_weights + r, s.thresholds + r, c.tile, c.norms, c.errors, c.scales,
-                       c.survivors, c.survivor_counts, before + r, t.keys, static_cast<int>(count),
-                       in_.heads, in_.dim});
+    isa_.screen->test(c.arguments(r, count, s.thresholds + r, before + r, t.keys, in_.heads, in_.dim));
     for (std::int64_t i = 0; i < count; ++i) {
       const std::int32_t survivors = c.survivor_counts[i];
       seen.screened += std::min(t.keys, before + r + i);

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <limits>
 
 #include "memory.h"
 #include "screen.h"
@@ -49,6 +50,33 @@ struct ScreenScratch {
     pending_scales = carver.take<float>(rows * kPendingKeys);
     pending_positions = carver.take<std::int32_t>(rows * kPendingKeys);
     pending = carver.take<std::int32_t>(rows);
+  }
+
+  void pack_row(std::int64_t r, const float* query, const float* weights, int heads, int dim) {
+    ScreenRow row{queries + r * heads * dim, offsets + r * heads, factors + r * heads, 0.0f, 0.0f};
+    pack_screen_row(query, weights, heads, dim, row);
+    error_weights[r] = row.error_weight;
+    norm_weights[r] = row.norm_weight;
+  }
+
+  // `keys` are filled up to a whole block.
+  void pack_tile(const ScreenKernels& kernels, const std::uint8_t* const* keys, const float* key_scales,
+                 std::int64_t count, int dim) {
+    for (std::int64_t i = 0; i < count; i += kScreenLanes)
+      kernels.pack_block(keys + i, dim, tile + i * dim, norms + i, errors + i);
+    for (std::int64_t i = 0; i < count; ++i) {
+      const bool bounded = screened_scale(key_scales[i]);
+      scales[i] = bounded ? key_scales[i] : 1.0f;
+      if (!bounded) errors[i] = std::numeric_limits<float>::quiet_NaN();
+    }
+  }
+
+  // Rows [r, r + count), the first of which sees `seen` keys of the tile.
+  ScreenArgs arguments(std::int64_t r, std::int64_t count, const float* thresholds, std::int64_t seen,
+                       std::int64_t keys_in_tile, int heads, int dim) const {
+    return {queries + r * heads * dim, offsets + r * heads, factors + r * heads, error_weights + r, norm_weights + r,
+            thresholds, tile, norms, errors, scales, survivors, survivor_counts, seen, keys_in_tile,
+            static_cast<int>(count), heads, dim};
   }
 };
 
