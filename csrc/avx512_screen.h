@@ -1,7 +1,7 @@
 // The screen with vpdpbusd: four products of bytes a lane and instruction, summed exactly in int32.
 //
-// Internal linkage, as in score.h; needs AVX-512 VNNI, VBMI and VBMI2. Blocked like score.h, and as free of consequences: what
-// passes depends on the row, the key and the threshold alone.
+// Internal linkage, as in score.h; needs AVX-512 VNNI, VBMI and VBMI2. Blocked like score.h, and as free of
+// consequences: what passes depends on the row, the key and the threshold alone.
 #pragma once
 
 #include <immintrin.h>
@@ -74,14 +74,16 @@ LONGFILL_INLINE void screen_heads(const ScreenArgs& a, int row, int head, const 
   const std::int64_t block_bytes = static_cast<std::int64_t>(a.dim) * kScreenLanes;
   const std::int64_t row_bytes = static_cast<std::int64_t>(a.heads) * a.dim;
   const std::int8_t* const queries = a.queries + row * row_bytes + static_cast<std::int64_t>(head) * a.dim;
-  const std::int64_t first = static_cast<std::int64_t>(row) * a.heads + head;
+  const std::int32_t* const offsets = a.offsets + static_cast<std::int64_t>(row) * a.heads + head;
+  const float* const factors = a.factors + static_cast<std::int64_t>(row) * a.heads + head;
   __m512i dot[ROWS][HEADS][VECTORS];
   LONGFILL_UNROLL for (int r = 0; r < ROWS; ++r)
     LONGFILL_UNROLL for (int h = 0; h < HEADS; ++h)
-      LONGFILL_UNROLL for (int v = 0; v < VECTORS; ++v) dot[r][h][v] = _mm512_set1_epi32(a.offsets[first + r * a.heads + h]);
+      LONGFILL_UNROLL for (int v = 0; v < VECTORS; ++v) dot[r][h][v] = _mm512_set1_epi32(offsets[r * a.heads + h]);
   for (int d = 0; d < a.dim; d += 4) {
     __m512i k[VECTORS];
-    LONGFILL_UNROLL for (int v = 0; v < VECTORS; ++v) k[v] = _mm512_load_si512(keys + v * block_bytes + d * kScreenLanes);
+    LONGFILL_UNROLL for (int v = 0; v < VECTORS; ++v)
+      k[v] = _mm512_load_si512(keys + v * block_bytes + d * kScreenLanes);
     LONGFILL_UNROLL for (int r = 0; r < ROWS; ++r)
       LONGFILL_UNROLL for (int h = 0; h < HEADS; ++h) {
         std::int32_t four;
@@ -92,7 +94,7 @@ LONGFILL_INLINE void screen_heads(const ScreenArgs& a, int row, int head, const 
   }
   LONGFILL_UNROLL for (int r = 0; r < ROWS; ++r)
     LONGFILL_UNROLL for (int h = 0; h < HEADS; ++h) {
-      const __m512 factor = _mm512_set1_ps(a.factors[first + r * a.heads + h]);
+      const __m512 factor = _mm512_set1_ps(factors[r * a.heads + h]);
       LONGFILL_UNROLL for (int v = 0; v < VECTORS; ++v) {
         const __m512 relu = _mm512_cvtepi32_ps(_mm512_max_epi32(dot[r][h][v], _mm512_setzero_si512()));
         total[r][v] = _mm512_fmadd_ps(factor, relu, total[r][v]);
@@ -108,8 +110,10 @@ LONGFILL_INLINE void screen_blocks(const ScreenArgs& a, int row, int block, Scre
   __m512 total[ROWS][VECTORS];
   LONGFILL_UNROLL for (int r = 0; r < ROWS; ++r)
     LONGFILL_UNROLL for (int v = 0; v < VECTORS; ++v) {
-      const __m512 by_error = _mm512_mul_ps(_mm512_set1_ps(a.error_weights[row + r]), _mm512_load_ps(a.errors + key + 16 * v));
-      total[r][v] = _mm512_fmadd_ps(_mm512_set1_ps(a.norm_weights[row + r]), _mm512_load_ps(a.norms + key + 16 * v), by_error);
+      const __m512 norm = _mm512_load_ps(a.norms + key + 16 * v);
+      const __m512 error = _mm512_load_ps(a.errors + key + 16 * v);
+      const __m512 by_error = _mm512_mul_ps(_mm512_set1_ps(a.error_weights[row + r]), error);
+      total[r][v] = _mm512_fmadd_ps(_mm512_set1_ps(a.norm_weights[row + r]), norm, by_error);
     }
   int head = 0;
   for (; head + HEADS <= a.heads; head += HEADS) screen_heads<ROWS, HEADS, VECTORS>(a, row, head, keys, total);

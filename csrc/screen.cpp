@@ -1,21 +1,23 @@
 // The screen's bound.
 //
-// For one row, with exact reals: S = s * sum_h w_h relu(q_h . k), and k^ = kKeyStep * integers, q^_h = sigma_h * integers.
+// For one row, with exact reals: S = s * sum_h w_h relu(q_h . k), k^ = kKeyStep * integers, q^_h = sigma_h * integers.
 // relu is 1-Lipschitz and q . k - q^ . k^ = q . (k - k^) + (q - q^) . k^, so by Cauchy-Schwarz
 //
-//   |S - s * sum_h w_h relu(q^_h . k^)| <= s (A |k - k^| + B |k^|),  A = sum_h |w_h| |q_h|,  B = sum_h |w_h| |q_h - q^_h|.
+//   |S - s * sum_h w_h relu(q^_h . k^)| <= s (A |k - k^| + B |k^|)
+//   A = sum_h |w_h| |q_h|    B = sum_h |w_h| |q_h - q^_h|
 //
-// Both sides are computed in fp32, u = 2^-24 a rounding. The exact kernel's dot product rounds at most 2 dim times (4 dim
+// Both kernels compute in fp32, u = 2^-24 a rounding. The exact one rounds a dot product at most 2 dim times (4 dim
 // below, so that truncating hardware is covered), the sum over heads `heads` times, the scale once: it strays from S by
-// at most g s A |k|, |k| <= |k^| + |k - k^|, with g = (4 dim + 2 heads + 32) u. The approximation's integers are exact;
-// converting, the factor, the sum and the scale stray by at most g s (sum_h |w_h| |q^_h| |k^| + A' |k - k^| + B' |k^|) with
-// sum_h |w_h| |q^_h| <= A + B and A', B' the weights used. So these cover everything, g being far below 1:
+// at most g s A |k|, where |k| <= |k^| + |k - k^| and g = (4 dim + 2 heads + 32) u. The approximation's integer dot
+// products are exact; converting them, the factors, the sum and the scale stray by at most
+// g s (sum_h |w_h| |q^_h| |k^| + A' |k - k^| + B' |k^|), where sum_h |w_h| |q^_h| <= A + B and A', B' are the weights
+// that the kernel is given. g being far below 1, these cover everything:
 //
-//   A' = A (1 + 2 g) (1 + 4 g),   B' = (B + 3 g (A + B)) (1 + 4 g).
+//   A' = A (1 + 2 g) (1 + 4 g)    B' = (B + 3 g (A + B)) (1 + 4 g)
 //
-// Nothing under- or overflows within the ranges below: a product of a query's, a key's and a weight's last bits is at
-// least 2^-99, times the scale 2^-125, and the largest sum is below 2^122. Rows and keys outside have no bound. Only the
-// bound's own product with the scale may be subnormal; the exact score is then zero or beyond it, on the bound's side.
+// Nothing under- or overflows within the ranges below: the product of the last bits of a query, a key and a weight is
+// at least 2^-99, times the scale 2^-125, and the largest sum is below 2^122. Rows and keys outside have no bound. Only
+// the bound's own product with the scale may be subnormal; the exact score then is zero, or normal and below it.
 #include "screen.h"
 
 #include <algorithm>

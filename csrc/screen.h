@@ -1,7 +1,7 @@
 // A certified screen before the exact scores: int8 approximations with a bound that no exact score exceeds.
 //
-// Invariant: a key that `test` drops has a score, as the exact kernel rounds it, no greater than its row's threshold, so
-// the exact kernel would not have kept it either. How screen.cpp arrives at the bound stands there.
+// Invariant: a key that `test` drops has a score, as the exact kernel rounds it, no greater than its row's threshold,
+// so the exact kernel would not have kept it either. How the bound comes about stands in screen.cpp.
 #pragma once
 
 #include <cstdint>

@@ -9,8 +9,8 @@ namespace {
 constexpr std::int64_t kMinProbeKeys = 2048;
 constexpr std::int64_t kWindowPairs = 1 << 20;
 
-// The share of survivors at which the screen and the plain kernel take the same time, from the cycles of each: half the
-// multiply-adds for the test, and for a survivor about two plain scores and the gathering of its key.
+// The share of survivors at which the screen and the plain kernel take the same time, from the cycles of each: half
+// the multiply-adds for the test, and for a survivor about two plain scores and the gathering of its key.
 double break_even(int heads, int dim) {
   const double plain = static_cast<double>(heads) * dim / 64 + 0.8;
   const double test = static_cast<double>(heads) * dim / 128 + 0.5;

@@ -9,7 +9,7 @@ namespace longfill {
 
 enum class ScreenMode { kOff, kAuto, kOn };
 
-// Of (row, key) pairs. Where the work is cut differently, a screen begins at other keys: only `pairs` is always the same.
+// Of (row, key) pairs. Where the work is cut differently, a screen begins at other keys: only `pairs` stays the same.
 struct ScreenCounts {
   std::int64_t pairs = 0;      // rows times the keys they see
   std::int64_t screened = 0;   // of them tested by the screen

@@ -1,4 +1,6 @@
-// What one thread screens in: a tile of integer keys, its rows' integer queries, and survivors on their way to be scored.
+// What one thread screens in: a tile of integer keys, its rows' integer queries, and survivors that wait to be scored.
+//
+// Invariant: sized by Tiling alone.
 #pragma once
 
 #include <cstdint>

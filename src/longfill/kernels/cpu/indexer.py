@@ -35,9 +35,7 @@ class ScreenCounts:
     """Of `screened`, those scored exactly all the same."""
 
     def __add__(self, other: ScreenCounts) -> ScreenCounts:
-        return ScreenCounts(
-            self.pairs + other.pairs, self.screened + other.screened, self.survivors + other.survivors
-        )
+        return ScreenCounts(self.pairs + other.pairs, self.screened + other.screened, self.survivors + other.survivors)
 
 
 def index_topk(
@@ -63,7 +61,8 @@ def index_topk(
     "off" scores every key; "auto" screens where few keys pass, and nothing on an instruction set without a screen. The
     selection and its scores are the same bits in all three.
 
-    Raises ConfigError for a cache of another format or a screen that the instruction set lacks, ValueError for shapes, strides or pages that do not fit together.
+    Raises ConfigError for a cache of another format or a screen that the instruction set lacks, ValueError for shapes,
+    strides or pages that do not fit together.
     """
     # Imported here because an installation without a compiler has no extension.
     if cache.scales_NB is None:
