@@ -37,10 +37,8 @@ void screen_pack_block(const std::uint8_t* const* rows, int dim, char* out, floa
   const ByteTable magnitudes(screen_keys().magnitude);
   const ByteTable key_errors(screen_keys().error);
   const __m512i offset = _mm512_set1_epi8(static_cast<char>(128));
-  const __m512i magnitude_bits = _mm512_set1_epi8(0x7f);
   __m512i squares = _mm512_setzero_si512();
   __m512i error_squares = _mm512_setzero_si512();
-  __m512i largest = _mm512_setzero_si512();
   for (int d = 0; d < dim; d += 16) {
     __m512i bytes[4];
     load_keys_across(rows, d, bytes);
@@ -49,7 +47,6 @@ void screen_pack_block(const std::uint8_t* const* rows, int dim, char* out, floa
       const __m512i error = key_errors(bytes[i]);
       dot_bytes(squares, magnitude, magnitude);
       dot_bytes(error_squares, error, error);
-      largest = _mm512_max_epu8(largest, _mm512_and_si512(bytes[i], magnitude_bits));
       const __m512i sum = _mm512_add_epi8(offset, magnitude);
       const __m512i value = _mm512_mask_sub_epi8(sum, _mm512_movepi8_mask(bytes[i]), offset, magnitude);
       _mm512_store_si512(out + (d / 4 + i) * 64, value);
@@ -60,11 +57,8 @@ void screen_pack_block(const std::uint8_t* const* rows, int dim, char* out, floa
   const auto root = [](__m512i sum, float unit) {
     return _mm512_mul_ps(_mm512_sqrt_ps(_mm512_cvtepi32_ps(sum)), _mm512_set1_ps(unit));
   };
-  const __m512i nan_bytes = _mm512_movm_epi8(_mm512_cmpeq_epi8_mask(largest, magnitude_bits));
-  const __mmask16 nan = _mm512_test_epi32_mask(nan_bytes, nan_bytes);
-  const __m512 error = root(error_squares, kErrorUnit * up);
   _mm512_store_ps(norms, root(squares, kKeyStep * up));
-  _mm512_store_ps(errors, _mm512_mask_blend_ps(nan, error, _mm512_set1_ps(__builtin_nanf(""))));
+  _mm512_store_ps(errors, root(error_squares, kErrorUnit * up));
 }
 
 // total[row][vector] += factor * relu(integer dot) for heads [head, head + HEADS) of ROWS rows.

@@ -46,7 +46,7 @@ ScreenKeyTables build() {
     tables.magnitude[byte] = static_cast<std::uint8_t>(integer);
     tables.error[byte] = static_cast<std::uint8_t>(std::ceil(std::fabs(value - kKeyStep * integer) / kErrorUnit));
   }
-  // NaN: pack_block finds it by itself.
+  // A key with a NaN has no score that could be chosen: any bound will do.
   tables.magnitude[127] = 0;
   tables.error[127] = 0;
   return tables;

@@ -21,7 +21,10 @@ double break_even(int heads, int dim) {
 }  // namespace
 
 ScreenChoice::ScreenChoice(ScreenMode mode, std::int64_t first_key, int heads, int dim)
-    : mode_(mode), next_probe_(first_key), most_survivors_(break_even(heads, dim)), screening_(mode == ScreenMode::kOn) {}
+    : mode_(mode),
+      next_probe_(first_key),
+      most_survivors_(break_even(heads, dim)),
+      screening_(mode == ScreenMode::kOn) {}
 
 ScreenChoice::Step ScreenChoice::next(std::int64_t keys) const {
   if (mode_ == ScreenMode::kOff || keys < next_probe_) return Step::kPlain;
