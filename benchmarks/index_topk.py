@@ -18,7 +18,7 @@ from functools import partial
 
 import torch
 
-from longfill.kernels.cpu import _native, index_topk, scratch_bytes, selected_isa
+from longfill.kernels.cpu import ScreenCounts, _native, index_topk, scratch_bytes, selected_isa
 from longfill.kernels.interface import IndexCache, RequestRows, ScoredRows
 from longfill.kernels.reference.quant import quantise_index_keys, quantise_index_queries
 
@@ -91,13 +91,18 @@ def peak_flops(isa: str, threads: int, repeats: int, clock: Callable[[], float])
     return flops / seconds
 
 
-def measure(case: Case, isa: str, threads: int, repeats: int, clock: Callable[[], float]) -> dict[str, object]:
+def measure(
+    case: Case, isa: str, threads: int, repeats: int, clock: Callable[[], float], screen: str = "off"
+) -> dict[str, object]:
     q_TID, w_TI, cache, chunks = make_inputs(case)
     selection_TK = torch.full((case.rows, case.topk), -1, dtype=torch.int32)
     peaks = [peak_flops(isa, threads, repeats, clock)]
-    seconds = best_seconds(
-        lambda: index_topk(q_TID, w_TI, cache, chunks, selection_TK, num_threads=threads, isa=isa), repeats, clock
-    )
+
+    def run() -> ScreenCounts:
+        return index_topk(q_TID, w_TI, cache, chunks, selection_TK, num_threads=threads, isa=isa, screen=screen)
+
+    seconds = best_seconds(run, repeats, clock)
+    counts = run()
     peaks.append(peak_flops(isa, threads, repeats, clock))
     scores = case.rows * (case.keys - case.rows) + case.rows * (case.rows + 1) // 2
     flops = 2 * scores * case.heads * case.dim
@@ -115,7 +120,11 @@ def measure(case: Case, isa: str, threads: int, repeats: int, clock: Callable[[]
         "gflops": flops / seconds / 1e9,
         "peak_gflops": max(peaks) / 1e9,
         "of_peak": flops / seconds / max(peaks),
-        "scratch_bytes": scratch_bytes(heads=case.heads, dim=case.dim, topk=case.topk, num_threads=threads, isa=isa),
+        "screened": counts.screened / counts.pairs,
+        "survivors": counts.survivors / max(counts.screened, 1),
+        "scratch_bytes": scratch_bytes(
+            heads=case.heads, dim=case.dim, topk=case.topk, num_threads=threads, isa=isa, screen=screen
+        ),
     }
 
 
@@ -123,6 +132,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, nargs="+", default=[1])
     parser.add_argument("--isa", default=None, help="one of the machine's instruction sets (default: the best)")
+    parser.add_argument("--screen", default="off", choices=("auto", "on", "off"), help="the int8 screen")
     parser.add_argument("--repeats", type=int, default=5, help="the best of so many")
     parser.add_argument("--case", default="", help="only cases whose name contains this")
     parser.add_argument(
@@ -136,7 +146,9 @@ def main() -> None:
     results = []
     for threads in args.threads:
         clock = partial(_processor_seconds, threads) if args.cpu_time else time.perf_counter
-        results += [measure(case, isa, threads, args.repeats, clock) for case in CASES if args.case in case.name]
+        results += [
+            measure(case, isa, threads, args.repeats, clock, args.screen) for case in CASES if args.case in case.name
+        ]
     if args.json:
         print(json.dumps(results, indent=2))
         return
@@ -144,7 +156,7 @@ def main() -> None:
         print(
             f"{r['case']:36} {r['isa']} x{r['threads']}: {r['seconds'] * 1e3:9.2f} ms"
             f"  {r['ns_per_score']:7.3f} ns/score  {r['gflops']:7.1f} of {r['peak_gflops']:.1f} GFLOP/s"
-            f" = {r['of_peak']:.2f}"
+            f" = {r['of_peak']:.2f}" + (f", {r['survivors']:.4f} survive" if args.screen != "off" else "")
         )
 
 

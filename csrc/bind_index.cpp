@@ -12,6 +12,8 @@
 
 #include "bind.h"
 #include "index_topk.h"
+#include "screen.h"
+#include "screen_check.h"
 
 namespace nb = nanobind;
 
@@ -24,6 +26,12 @@ using ConstFloats3 = nb::ndarray<const float, nb::ndim<3>, nb::device::cpu>;
 using ConstBytes3 = nb::ndarray<const std::uint8_t, nb::ndim<3>, nb::device::cpu>;
 using Ints2 = nb::ndarray<std::int32_t, nb::ndim<2>, nb::device::cpu>;
 using ConstLongs1 = nb::ndarray<const std::int64_t, nb::ndim<1>, nb::device::cpu>;
+// Contiguous ones, of screen_check.
+using Queries = nb::ndarray<const float, nb::ndim<3>, nb::c_contig, nb::device::cpu>;
+using Weights = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using ConstFloats1 = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using ConstBytes2 = nb::ndarray<const std::uint8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using Bytes2 = nb::ndarray<std::uint8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 // (first row, rows, first position, page table)
 using Rows = std::vector<std::tuple<std::int64_t, std::int64_t, std::int64_t, ConstLongs1>>;
 
@@ -48,10 +56,21 @@ std::vector<ScoredRows> checked_rows(const Rows& rows, const ConstBytes3& values
   return checked;
 }
 
-void index_topk_py(const std::string& isa_name, const ConstFloats3& queries, const ConstFloats2& weights,
-                   const ConstBytes3& values, const ConstFloats2& scales, const Rows& rows, const Ints2& selection,
-                   const std::optional<Floats2>& scores, int num_threads) {
+ScreenMode screen_mode(const std::string& name, const Isa& isa) {
+  if (name == "off") return ScreenMode::kOff;
+  if (name == "auto") return ScreenMode::kAuto;
+  require(name == "on", "screen must be auto, on or off");
+  require(isa.screen != nullptr, std::string("no screen for instruction set ") + isa.name);
+  return ScreenMode::kOn;
+}
+
+// (pairs, screened, survivors)
+std::tuple<std::int64_t, std::int64_t, std::int64_t> index_topk_py(
+    const std::string& isa_name, const ConstFloats3& queries, const ConstFloats2& weights, const ConstBytes3& values,
+    const ConstFloats2& scales, const Rows& rows, const Ints2& selection, const std::optional<Floats2>& scores,
+    const std::string& screen, int num_threads) {
   const Isa& isa = isa_named(isa_name);
+  const ScreenMode mode = screen_mode(screen, isa);
   const auto num_rows = static_cast<std::int64_t>(queries.shape(0));
   const auto heads = static_cast<std::int64_t>(queries.shape(1));
   const auto dim = static_cast<std::int64_t>(queries.shape(2));
@@ -83,7 +102,25 @@ void index_topk_py(const std::string& isa_name, const ConstFloats3& queries, con
   const IndexInputs inputs{queries.data(), queries.stride(0),        weights.data(), weights.stride(0),
                            static_cast<int>(heads), static_cast<int>(dim), keys};
   nb::gil_scoped_release release;
-  index_topk(isa, inputs, checked, out, num_threads);
+  const ScreenCounts counted = index_topk(isa, inputs, checked, out, mode, num_threads);
+  return {counted.pairs, counted.screened, counted.survivors};
+}
+
+void screen_check_py(const std::string& isa_name, const Queries& queries, const Weights& weights,
+                     const ConstBytes2& keys, const ConstFloats1& scales, const ConstFloats1& thresholds,
+                     float bound_factor, const Bytes2& passed) {
+  const Isa& isa = isa_named(isa_name);
+  screen_mode("on", isa);
+  const std::size_t rows = queries.shape(0), heads = queries.shape(1), dim = queries.shape(2), count = keys.shape(0);
+  require(rows >= 1 && heads >= 1 && heads <= 1024 && dim >= 16 && dim % 16 == 0 && dim <= 4096, "bad query shape");
+  require(count >= 1 && count <= kScreenTileKeys && keys.shape(1) == dim, "bad key shape");
+  require(weights.shape(0) == rows && weights.shape(1) == heads && thresholds.shape(0) == rows &&
+              scales.shape(0) == count && passed.shape(0) == rows && passed.shape(1) == count,
+          "shapes do not fit together");
+  screen_check(isa,
+               {queries.data(), weights.data(), keys.data(), scales.data(), thresholds.data(), static_cast<int>(rows),
+                static_cast<int>(heads), static_cast<int>(dim), static_cast<int>(count), bound_factor},
+               passed.data());
 }
 
 std::vector<std::string> isa_names() {
@@ -99,13 +136,19 @@ void bind_index(nb::module_& m) {
   m.def("index_topk", &index_topk_py, nb::arg("isa"), nb::arg("queries").noconvert(),
         nb::arg("weights").noconvert(), nb::arg("values").noconvert(), nb::arg("scales").noconvert(),
         nb::arg("rows").noconvert(), nb::arg("selection").noconvert(), nb::arg("scores").noconvert().none(),
-        nb::arg("num_threads"));
+        nb::arg("screen"), nb::arg("num_threads"));
   m.def(
       "index_topk_scratch_bytes",
-      [](const std::string& isa, int heads, int dim, std::int64_t k, int num_threads) {
-        return index_topk_scratch_bytes(isa_named(isa), {heads, dim, k}, num_threads);
+      [](const std::string& isa, int heads, int dim, std::int64_t k, const std::string& screen,
+         int num_threads) {
+        const Isa& chosen = isa_named(isa);
+        return index_topk_scratch_bytes(chosen, {heads, dim, k}, screen_mode(screen, chosen), num_threads);
       },
-      nb::arg("isa"), nb::arg("heads"), nb::arg("dim"), nb::arg("k"), nb::arg("num_threads"));
+      nb::arg("isa"), nb::arg("heads"), nb::arg("dim"), nb::arg("k"), nb::arg("screen"),
+      nb::arg("num_threads"));
+  m.def("screen_check", &screen_check_py, nb::arg("isa"), nb::arg("queries").noconvert(),
+        nb::arg("weights").noconvert(), nb::arg("keys").noconvert(), nb::arg("scales").noconvert(),
+        nb::arg("thresholds").noconvert(), nb::arg("bound_factor"), nb::arg("passed").noconvert());
   m.def(
       "spin",
       [](const std::string& isa, std::int64_t iterations) {

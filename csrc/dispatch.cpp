@@ -13,7 +13,10 @@ const std::vector<const Isa*>& supported_isas() {
     const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
 #ifdef LONGFILL_AVX512_BF16
-    if (avx512 && __builtin_cpu_supports("avx512bf16")) isas.push_back(&avx512_bf16_isa);
+    // All but the first processors with bf16 have the others.
+    const bool bf16 = __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni") &&
+                      __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vbmi2");
+    if (avx512 && bf16) isas.push_back(&avx512_bf16_isa);
 #endif
     if (avx512) isas.push_back(&avx512_isa);
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) isas.push_back(&avx2_isa);

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "isa.h"
+#include "screen_choice.h"
 
 namespace longfill {
 
@@ -50,10 +51,11 @@ struct Selection {
   std::int64_t k;
 };
 
-void index_topk(const Isa& isa, const IndexInputs& inputs, const std::vector<ScoredRows>& rows, const Selection& out,
-                int num_threads);
+// A screen changes no bit of the result. An instruction set without one is never screened.
+ScreenCounts index_topk(const Isa& isa, const IndexInputs& inputs, const std::vector<ScoredRows>& rows,
+                        const Selection& out, ScreenMode screen, int num_threads);
 
 // The most bytes that index_topk allocates, for any rows and contexts.
-std::int64_t index_topk_scratch_bytes(const Isa& isa, const IndexShape& shape, int num_threads);
+std::int64_t index_topk_scratch_bytes(const Isa& isa, const IndexShape& shape, ScreenMode screen, int num_threads);
 
 }  // namespace longfill

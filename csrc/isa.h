@@ -92,6 +92,7 @@ struct LinearSteps {
   void (*decode_to_bf16)(const DecodeArgs& args);  // null where tile_bf16 is
 };
 struct RowSteps;  // rows.h
+struct ScreenKernels;
 
 struct Isa {
   const char* name;
@@ -122,6 +123,7 @@ struct Isa {
   void (*latent_to_fp32)(const LatentLayout& layout, const std::uint8_t* row, char* out);
   void (*latent_to_bf16)(const LatentLayout& layout, const std::uint8_t* row, char* out);
   const RowSteps* rows;
+  const ScreenKernels* screen;  // null where there is none
 };
 
 // Every instruction set of this build that this machine runs, best first; the portable one is always last.

@@ -7,6 +7,8 @@
 #include <cstring>
 
 #include "attention_avx512_bf16.h"
+#include "avx512_keys.h"
+#include "avx512_screen.h"
 #include "avx512_topk.h"
 #include "convert.h"
 #include "e4m3.h"
@@ -49,56 +51,49 @@ struct Avx512Bf16 {
   static LONGFILL_INLINE void store(float* p, Float f) { _mm512_storeu_ps(p, f); }
 };
 
+// The order of four consecutive dims in packed queries and keys, which makes two pairs: it saves unpack_block two
+// shuffles of four, and a dot product does not mind.
+constexpr int kPairs[4] = {0, 2, 1, 3};
+
 void pack_query(const float* values, std::int64_t count, char* out) {
   std::uint16_t* const packed = reinterpret_cast<std::uint16_t*>(out);
-  for (std::int64_t i = 0; i < count; ++i) packed[i] = to_bf16(values[i]);
+  for (std::int64_t i = 0; i < count; i += 4)
+    for (int j = 0; j < 4; ++j) packed[i + j] = to_bf16(values[i + kPairs[j]]);
 }
 
-// Sixteen keys' bytes (2d, 2d + 1) for eight d: [8 rows of 16 keys] from keys i and i + 8 in the two halves of in[i].
-LONGFILL_INLINE void transpose_pairs(const __m256i (&in)[8], __m256i (&out)[8]) {
-  __m256i a[8];
-  __m256i b[8];
-  LONGFILL_UNROLL for (int i = 0; i < 4; ++i) {
-    a[2 * i] = _mm256_unpacklo_epi16(in[2 * i], in[2 * i + 1]);
-    a[2 * i + 1] = _mm256_unpackhi_epi16(in[2 * i], in[2 * i + 1]);
-  }
-  LONGFILL_UNROLL for (int half = 0; half < 2; ++half) {
-    const int i = 4 * half;
-    b[i] = _mm256_unpacklo_epi32(a[i], a[i + 2]);
-    b[i + 1] = _mm256_unpackhi_epi32(a[i], a[i + 2]);
-    b[i + 2] = _mm256_unpacklo_epi32(a[i + 1], a[i + 3]);
-    b[i + 3] = _mm256_unpackhi_epi32(a[i + 1], a[i + 3]);
-  }
-  LONGFILL_UNROLL for (int i = 0; i < 4; ++i) {
-    out[2 * i] = _mm256_unpacklo_epi64(b[i], b[i + 4]);
-    out[2 * i + 1] = _mm256_unpackhi_epi64(b[i], b[i + 4]);
-  }
-}
+// The two bytes of every bf16 magnitude that e4m3 has.
+struct Bf16Bytes {
+  std::uint8_t low[128];
+  std::uint8_t high[128];
 
-// [dim / 2][16 keys][2] bf16.
-void unpack_block(const std::uint8_t* const* rows, int dim, char* out) {
-  __m512i table[4];
-  for (int i = 0; i < 4; ++i) table[i] = _mm512_loadu_si512(e4m3.as_bf16 + 32 * i);
-  const __m512i sign_bit = _mm512_set1_epi16(0x80);
-  const __m512i upper_half = _mm512_set1_epi16(0x40);
-  for (int d = 0; d < dim; d += 16) {
-    __m256i in[8];
-    LONGFILL_UNROLL for (int i = 0; i < 8; ++i) {
-      const auto* const low = reinterpret_cast<const __m128i*>(rows[i] + d);
-      const auto* const high = reinterpret_cast<const __m128i*>(rows[i + 8] + d);
-      in[i] = _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_loadu_si128(low)), _mm_loadu_si128(high), 1);
+  Bf16Bytes() {
+    for (int byte = 0; byte < 128; ++byte) {
+      low[byte] = static_cast<std::uint8_t>(e4m3.as_bf16[byte]);
+      high[byte] = static_cast<std::uint8_t>(e4m3.as_bf16[byte] >> 8);
     }
-    __m256i pairs[8];
-    transpose_pairs(in, pairs);
-    LONGFILL_UNROLL for (int i = 0; i < 8; ++i) {
-      const __m512i bytes = _mm512_cvtepu8_epi16(pairs[i]);
-      const __m512i sign = _mm512_slli_epi16(_mm512_and_si512(bytes, sign_bit), 8);
-      // The index of vpermt2w is the low six bits; bit six picks the pair of tables.
-      const __m512i small = _mm512_permutex2var_epi16(table[0], bytes, table[1]);
-      const __m512i large = _mm512_permutex2var_epi16(table[2], bytes, table[3]);
-      const __mmask32 is_large = _mm512_test_epi16_mask(bytes, upper_half);
-      const __m512i magnitude = _mm512_mask_blend_epi16(is_large, small, large);
-      _mm512_store_si512(out + (d / 2 + i) * Avx512Bf16::step_bytes, _mm512_or_si512(magnitude, sign));
+  }
+};
+
+// [dim / 2][16 keys][2] bf16, pairs in the order of kPairs.
+void unpack_block(const std::uint8_t* const* rows, int dim, char* out) {
+  static const Bf16Bytes tables;
+  const ByteTable low_table(tables.low);
+  const ByteTable high_table(tables.high);
+  const __m512i sign_bit = _mm512_set1_epi8(static_cast<char>(0x80));
+  const __m512i even = _mm512_set1_epi16(0x00ff);
+  constexpr int kOrWithSign = 0xf8;    // a | (b & c)
+  constexpr int kSelect = 0xca;        // a ? b : c, bit by bit
+  for (int d = 0; d < dim; d += 16) {
+    __m512i bytes[4];
+    load_keys_across(rows, d, bytes);
+    LONGFILL_UNROLL for (int i = 0; i < 4; ++i) {
+      const __m512i low = low_table(bytes[i]);
+      const __m512i high = _mm512_ternarylogic_epi32(high_table(bytes[i]), bytes[i], sign_bit, kOrWithSign);
+      const __m512i first = _mm512_ternarylogic_epi32(even, low, _mm512_slli_epi16(high, 8), kSelect);
+      const __m512i second = _mm512_ternarylogic_epi32(even, _mm512_srli_epi16(low, 8), high, kSelect);
+      char* const pairs = out + (d / 2 + 2 * i) * Avx512Bf16::step_bytes;
+      _mm512_store_si512(pairs, first);
+      _mm512_store_si512(pairs + Avx512Bf16::step_bytes, second);
     }
   }
 }
@@ -152,6 +147,6 @@ const Isa avx512_bf16_isa = {"avx512_bf16",     Avx512Bf16::lanes, 2,         pa
                              score<Avx512Bf16>, collect_avx512, keep_best<VectorSteps>, spin<Avx512Bf16>,
                              Avx512Bf16::lanes, Avx512Bf16::tile_vectors, tile_fp32_avx512, tile<Avx512Bf16>,
                       linear_steps<Avx512Bf16::lanes>(decode_pairs),
-                             &attention_fp32_avx512, &attention, latent_to_fp32_avx512, latent_to_bf16_avx512, &row_steps};
+                             &attention_fp32_avx512, &attention, latent_to_fp32_avx512, latent_to_bf16_avx512, &row_steps, &kScreenAvx512};
 
 }  // namespace longfill

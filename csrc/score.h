@@ -56,10 +56,9 @@ LONGFILL_INLINE const char* block_at(const ScoreArgs& a, int block) {
   return a.keys + static_cast<std::size_t>(block) * (a.dim / V::depth) * V::step_bytes;
 }
 
-// All heads of ROWS rows at once against every block.
+// All heads of ROWS rows at once against the blocks from `block` on.
 template <class V, int ROWS, int HEADS, int VECTORS>
-LONGFILL_INLINE void score_few_heads(const ScoreArgs& a, int row) {
-  int block = 0;
+LONGFILL_INLINE void score_few_heads(const ScoreArgs& a, int row, int block = 0) {
   for (; block + VECTORS <= a.blocks; block += VECTORS) {
     typename V::Float total[ROWS][VECTORS];
     LONGFILL_UNROLL for (int r = 0; r < ROWS; ++r)
@@ -67,12 +66,7 @@ LONGFILL_INLINE void score_few_heads(const ScoreArgs& a, int row) {
     add_heads<V, ROWS, HEADS, VECTORS>(a, row, 0, block_at<V>(a, block), total);
     write_scores<V, ROWS, VECTORS>(a, row, block, total);
   }
-  for (; block < a.blocks; ++block) {
-    typename V::Float total[ROWS][1];
-    LONGFILL_UNROLL for (int r = 0; r < ROWS; ++r) total[r][0] = V::zero();
-    add_heads<V, ROWS, HEADS, 1>(a, row, 0, block_at<V>(a, block), total);
-    write_scores<V, ROWS, 1>(a, row, block, total);
-  }
+  if constexpr (VECTORS > 1) score_few_heads<V, ROWS, HEADS, VECTORS / 2>(a, row, block);
 }
 
 template <class V, int HEADS>

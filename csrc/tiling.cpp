@@ -7,6 +7,7 @@ namespace longfill {
 namespace {
 
 constexpr std::int64_t kTileBytes = 32 << 10;    // of keys: they stream from L2, a few KB at a time
+constexpr std::int64_t kFewRowsTileBytes = 8 << 10;
 constexpr std::int64_t kQueryBytes = 512 << 10;  // of packed rows: half of a common L2
 constexpr std::int64_t kCandidateBytes = 4 << 20;
 constexpr std::int64_t kMaxBlockRows = 256;
@@ -23,8 +24,10 @@ std::int64_t clamp(std::int64_t value, std::int64_t low, std::int64_t high) {
 Tiling::Tiling(const Isa& isa, int heads, int dim, std::int64_t k) {
   const std::int64_t key_bytes = static_cast<std::int64_t>(dim) * isa.bytes_per_value;
   tile_keys = static_cast<int>(clamp(kTileBytes / key_bytes / 64 * 64, 32, kMaxTileKeys));
+  few_rows_tile_keys = static_cast<int>(clamp(kFewRowsTileBytes / key_bytes / 32 * 32, 32, tile_keys));
   candidate_room = k + std::max<std::int64_t>(k, 192);
   kept_candidates = k + k / 4;
+  screened_room = k + std::max<std::int64_t>(k / 8, 32);
   const std::int64_t by_queries = kQueryBytes / (heads * key_bytes);
   const std::int64_t by_candidates = kCandidateBytes / (candidate_stride() * 8);
   block_rows = clamp(std::min(by_queries, by_candidates) / kGroupRows * kGroupRows, kGroupRows, kMaxBlockRows);

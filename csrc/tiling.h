@@ -14,9 +14,11 @@ constexpr int kGroupRows = 8;  // rows scored by one call; their scores stay in 
 // Sizes fixed by the shapes of the model, never by the context.
 struct Tiling {
   int tile_keys;                // keys unpacked at once
+  int few_rows_tile_keys;       // where that few rows use them that the next ones would arrive in bursts
   std::int64_t block_rows;      // rows that share an unpacked tile
   std::int64_t candidate_room;   // candidates a row may hold before it is cut back
   std::int64_t kept_candidates;  // to at most so many
+  std::int64_t screened_room;    // the room before a screen: what a threshold lags behind survives there
 
   Tiling(const Isa& isa, int heads, int dim, std::int64_t k);
   // With room for one more tile and for whole-vector stores past it.

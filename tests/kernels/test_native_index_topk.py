@@ -137,7 +137,7 @@ def test_the_best_instruction_set_of_this_machine_is_among_the_tested() -> None:
     flags = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
     names = isa_names()
     assert names[-1] == "portable"
-    if " avx512_bf16" in flags and " avx512bw" in flags:
+    if all(f" {name}" in flags for name in ("avx512_bf16", "avx512_vnni", "avx512vbmi", "avx512_vbmi2", "avx512bw")):
         assert names == ("avx512_bf16", "avx512", "avx2", "portable")
     elif " avx512bw" in flags:
         assert names == ("avx512", "avx2", "portable")
@@ -459,10 +459,10 @@ def test_an_output_of_another_dtype_is_refused_not_filled_in_a_copy() -> None:
     values, scales = torch.zeros(2, 4, 16, dtype=torch.uint8), torch.ones(2, 4)
     rows = [(0, 1, 0, torch.ones(1, dtype=torch.int64))]
     selection = torch.full((1, 4), -7, dtype=torch.int32)
-    _native.index_topk(isa_names()[0], queries, weights, values, scales, rows, selection, None, 1)
+    _native.index_topk(isa_names()[0], queries, weights, values, scales, rows, selection, None, "auto", 1)
     assert selection[0, 0] == 0
     for wrong in (selection.long(), selection.float()):
         with pytest.raises(TypeError):
-            _native.index_topk(isa_names()[0], queries, weights, values, scales, rows, wrong, None, 1)
+            _native.index_topk(isa_names()[0], queries, weights, values, scales, rows, wrong, None, "auto", 1)
     with pytest.raises(TypeError):
-        _native.index_topk(isa_names()[0], queries.double(), weights, values, scales, rows, selection, None, 1)
+        _native.index_topk(isa_names()[0], queries.double(), weights, values, scales, rows, selection, None, "auto", 1)

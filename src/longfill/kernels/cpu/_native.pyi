@@ -14,9 +14,20 @@ def index_topk(
     rows: Sequence[tuple[int, int, int, Tensor]],
     selection: Tensor,
     scores: Tensor | None,
+    screen: str,
     num_threads: int,
+) -> tuple[int, int, int]: ...
+def index_topk_scratch_bytes(isa: str, heads: int, dim: int, k: int, screen: str, num_threads: int) -> int: ...
+def screen_check(
+    isa: str,
+    queries: Tensor,
+    weights: Tensor,
+    keys: Tensor,
+    scales: Tensor,
+    thresholds: Tensor,
+    bound_factor: float,
+    passed: Tensor,
 ) -> None: ...
-def index_topk_scratch_bytes(isa: str, heads: int, dim: int, k: int, num_threads: int) -> int: ...
 def spin(isa: str, iterations: int) -> float: ...
 
 class PackedMatrix:

@@ -7,13 +7,35 @@ the instruction set; chunks, threads and neighbours change nothing.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from longfill.errors import ConfigError
-from longfill.kernels.cpu.extension import selected_isa
+from longfill.kernels.cpu.extension import isa_names, selected_isa
 from longfill.kernels.interface import IndexCache, IndexChunks, ScoredRows
+
+SCREENED_ISAS = ("avx512_bf16",)
+"""Instruction sets with an int8 screen."""
+
+
+@dataclass(frozen=True)
+class ScreenCounts:
+    """(row, key) pairs of calls to `index_topk`, for statistics.
+
+    Where a screen sets in depends on how the work is cut, so only `pairs` is the same for every number of threads and
+    chunks; the selection is.
+    """
+
+    pairs: int = 0
+    """Rows times the keys that each sees."""
+    screened: int = 0
+    """Of `pairs`, those tested in int8."""
+    survivors: int = 0
+    """Of `screened`, those scored exactly all the same."""
+
+    def __add__(self, other: ScreenCounts) -> ScreenCounts:
+        return ScreenCounts(self.pairs + other.pairs, self.screened + other.screened, self.survivors + other.survivors)
 
 
 def index_topk(
@@ -26,7 +48,8 @@ def index_topk(
     num_threads: int,
     scores_TK: Tensor | None = None,
     isa: str | None = None,
-) -> None:
+    screen: str = "auto",
+) -> ScreenCounts:
     """Write the selected positions of every scored row into `selection_TK` (int32 [T, K], in place).
 
     `q_TID`: fp32 [T, I, D] with e4m3 values (exact in bf16), D a multiple of 16; `w_TI`: fp32 [T, I] head weights with
@@ -34,15 +57,21 @@ def index_topk(
     count. `scores_TK`, if given, receives the fp32 scores of the selected positions, -inf in the padding. `isa`
     overrides the process's instruction set.
 
-    Raises ConfigError for a cache of another format, ValueError for shapes, strides or pages that do not fit together.
+    `screen` "on" first tests keys in int8 against a bound that no exact score exceeds and scores only what passes;
+    "off" scores every key; "auto" screens where few keys pass, and nothing on an instruction set without a screen. The
+    selection and its scores are the same bits in all three.
+
+    Raises ConfigError for a cache of another format or a screen that the instruction set lacks, ValueError for shapes,
+    strides or pages that do not fit together.
     """
     # Imported here because an installation without a compiler has no extension.
     if cache.scales_NB is None:
         raise ConfigError(f"native index_topk reads fp8 index keys, not {cache.format}; use the reference for those")
     chosen = isa or selected_isa()
+    check_screen(screen, chosen)
     from longfill.kernels.cpu import _native
 
-    _native.index_topk(
+    pairs, screened, survivors = _native.index_topk(
         chosen,
         q_TID.contiguous(),
         w_TI.contiguous(),
@@ -54,8 +83,18 @@ def index_topk(
         ],
         selection_TK,
         scores_TK,
+        screen,
         num_threads,
     )
+    return ScreenCounts(pairs, screened, survivors)
+
+
+def check_screen(screen: str, isa: str) -> None:
+    """Raise ConfigError where `screen` insists on what instruction set `isa` lacks, or is none of the three words."""
+    if screen not in ("auto", "on", "off"):
+        raise ConfigError(f"the indexer screen is auto, on or off, not {screen!r}")
+    if screen == "on" and isa in isa_names() and isa not in SCREENED_ISAS:
+        raise ConfigError(f"--indexer-screen on: instruction set {isa} has no screen ({', '.join(SCREENED_ISAS)} has)")
 
 
 def join_rows(scored: Iterable[ScoredRows]) -> list[ScoredRows]:
@@ -78,9 +117,12 @@ def join_rows(scored: Iterable[ScoredRows]) -> list[ScoredRows]:
     return joined
 
 
-def scratch_bytes(*, heads: int, dim: int, topk: int, num_threads: int, isa: str | None = None) -> int:
+def scratch_bytes(
+    *, heads: int, dim: int, topk: int, num_threads: int, isa: str | None = None, screen: str = "auto"
+) -> int:
     """The most bytes that `index_topk` allocates for itself, for any rows and any context."""
     chosen = isa or selected_isa()
+    check_screen(screen, chosen)
     from longfill.kernels.cpu import _native
 
-    return _native.index_topk_scratch_bytes(chosen, heads, dim, topk, num_threads)
+    return _native.index_topk_scratch_bytes(chosen, heads, dim, topk, screen, num_threads)
