@@ -56,6 +56,10 @@ std::vector<ScoredRows> checked_rows(const Rows& rows, const ConstBytes3& values
   return checked;
 }
 
+Isa isa_for_keys(const std::string& name, bool fp8) {
+  return fp8 ? isa_named(name) : with_float_keys(isa_named(name));
+}
+
 ScreenMode screen_mode(const std::string& name, const Isa& isa) {
   if (name == "off") return ScreenMode::kOff;
   if (name == "auto") return ScreenMode::kAuto;
@@ -67,9 +71,9 @@ ScreenMode screen_mode(const std::string& name, const Isa& isa) {
 // (pairs, screened, survivors)
 std::tuple<std::int64_t, std::int64_t, std::int64_t> index_topk_py(
     const std::string& isa_name, const ConstFloats3& queries, const ConstFloats2& weights, const ConstBytes3& values,
-    const ConstFloats2& scales, const Rows& rows, const Ints2& selection, const std::optional<Floats2>& scores,
+    const std::optional<ConstFloats2>& scales, const Rows& rows, const Ints2& selection, const std::optional<Floats2>& scores,
     const std::string& screen, int num_threads) {
-  const Isa& isa = isa_named(isa_name);
+  const Isa isa = isa_for_keys(isa_name, scales.has_value());
   const ScreenMode mode = screen_mode(screen, isa);
   const auto num_rows = static_cast<std::int64_t>(queries.shape(0));
   const auto heads = static_cast<std::int64_t>(queries.shape(1));
@@ -83,9 +87,11 @@ std::tuple<std::int64_t, std::int64_t, std::int64_t> index_topk_py(
   require(static_cast<std::int64_t>(weights.shape(0)) == num_rows &&
               static_cast<std::int64_t>(weights.shape(1)) == heads && weights.stride(1) == 1,
           "weights must be [rows, heads] with contiguous rows");
-  require(static_cast<std::int64_t>(values.shape(2)) == dim && values.stride(2) == 1 && values.shape(1) >= 1,
-          "keys must be [pages, page size, dim] with contiguous keys");
-  require(scales.shape(0) == values.shape(0) && scales.shape(1) == values.shape(1), "a key needs one scale");
+  const std::int64_t key_bytes = scales.has_value() ? dim : 4 * dim;
+  require(static_cast<std::int64_t>(values.shape(2)) == key_bytes && values.stride(2) == 1 && values.shape(1) >= 1,
+          "keys must be [pages, page size, bytes of dim values] with contiguous keys");
+  require(!scales.has_value() || (scales->shape(0) == values.shape(0) && scales->shape(1) == values.shape(1)),
+          "a key needs one scale");
   require(static_cast<std::int64_t>(selection.shape(0)) == num_rows && selection.stride(1) == 1,
           "the selection must be [rows, k] with contiguous rows");
   Selection out{selection.data(), selection.stride(0), nullptr, 0, k};
@@ -97,8 +103,13 @@ std::tuple<std::int64_t, std::int64_t, std::int64_t> index_topk_py(
     out.score_stride = scores->stride(0);
   }
   const std::vector<ScoredRows> checked = checked_rows(rows, values, num_rows);
-  const PagedKeys keys{values.data(),     values.stride(0), values.stride(1), scales.data(), scales.stride(0),
-                       scales.stride(1), static_cast<std::int64_t>(values.shape(1))};
+  PagedKeys keys{values.data(), values.stride(0), values.stride(1), nullptr, 0, 0,
+                 static_cast<std::int64_t>(values.shape(1))};
+  if (scales.has_value()) {
+    keys.scales = scales->data();
+    keys.scale_page_stride = scales->stride(0);
+    keys.scale_slot_stride = scales->stride(1);
+  }
   const IndexInputs inputs{queries.data(), queries.stride(0),        weights.data(), weights.stride(0),
                            static_cast<int>(heads), static_cast<int>(dim), keys};
   nb::gil_scoped_release release;
@@ -134,17 +145,17 @@ std::vector<std::string> isa_names() {
 void bind_index(nb::module_& m) {
   m.def("isa_names", &isa_names);
   m.def("index_topk", &index_topk_py, nb::arg("isa"), nb::arg("queries").noconvert(),
-        nb::arg("weights").noconvert(), nb::arg("values").noconvert(), nb::arg("scales").noconvert(),
+        nb::arg("weights").noconvert(), nb::arg("values").noconvert(), nb::arg("scales").noconvert().none(),
         nb::arg("rows").noconvert(), nb::arg("selection").noconvert(), nb::arg("scores").noconvert().none(),
         nb::arg("screen"), nb::arg("num_threads"));
   m.def(
       "index_topk_scratch_bytes",
-      [](const std::string& isa, int heads, int dim, std::int64_t k, const std::string& screen,
+      [](const std::string& isa, bool fp8_keys, int heads, int dim, std::int64_t k, const std::string& screen,
          int num_threads) {
-        const Isa& chosen = isa_named(isa);
+        const Isa chosen = isa_for_keys(isa, fp8_keys);
         return index_topk_scratch_bytes(chosen, {heads, dim, k}, screen_mode(screen, chosen), num_threads);
       },
-      nb::arg("isa"), nb::arg("heads"), nb::arg("dim"), nb::arg("k"), nb::arg("screen"),
+      nb::arg("isa"), nb::arg("fp8_keys"), nb::arg("heads"), nb::arg("dim"), nb::arg("k"), nb::arg("screen"),
       nb::arg("num_threads"));
   m.def("screen_check", &screen_check_py, nb::arg("isa"), nb::arg("queries").noconvert(),
         nb::arg("weights").noconvert(), nb::arg("keys").noconvert(), nb::arg("scales").noconvert(),

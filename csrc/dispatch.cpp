@@ -37,4 +37,15 @@ const Isa& isa_named(const std::string& name) {
   throw std::invalid_argument("instruction set '" + name + "' is not available here; choose one of " + known);
 }
 
+Isa with_float_keys(const Isa& isa) {
+#ifdef LONGFILL_X86
+  Isa chosen = isa.transpose_block == nullptr ? avx512_isa : isa;
+#else
+  Isa chosen = isa;
+#endif
+  chosen.unpack_block = chosen.transpose_block;
+  chosen.screen = nullptr;
+  return chosen;
+}
+
 }  // namespace longfill

@@ -95,8 +95,9 @@ class Kernel {
     std::int64_t slot = first_key % k.page_size;
     for (std::int64_t i = 0; i < count; ++page, slot = 0) {
       const std::int64_t n = std::min(count - i, k.page_size - slot);
-      use(i, k.values + pages[page] * k.value_page_stride + slot * k.value_slot_stride,
-          k.scales + pages[page] * k.scale_page_stride + slot * k.scale_slot_stride, n);
+      const float* const scales =
+          k.scales == nullptr ? nullptr : k.scales + pages[page] * k.scale_page_stride + slot * k.scale_slot_stride;
+      use(i, k.values + pages[page] * k.value_page_stride + slot * k.value_slot_stride, scales, n);
       i += n;
     }
   }
@@ -149,7 +150,7 @@ class Kernel {
     const auto locate = [&](std::int64_t i, const std::uint8_t* value, const float* scale, std::int64_t n) {
       for (std::int64_t j = 0; j < n; ++j) {
         s.tile_keys[i + j] = value + j * k.value_slot_stride;
-        s.tile_scales[i + j] = scale[j * k.scale_slot_stride];
+        s.tile_scales[i + j] = scale == nullptr ? 1.0f : scale[j * k.scale_slot_stride];
       }
     };
     for_each_run(pages, t.first_key, t.keys, locate);

@@ -18,10 +18,11 @@ struct ScoredRows {
 };
 
 struct PagedKeys {
-  const std::uint8_t* values;  // e4m3, key (page, slot) at page * value_page_stride + slot * value_slot_stride
+  // e4m3, or floats for `with_float_keys`: key (page, slot) at page * value_page_stride + slot * value_slot_stride.
+  const std::uint8_t* values;
   std::int64_t value_page_stride;
   std::int64_t value_slot_stride;
-  const float* scales;  // strides below in floats
+  const float* scales;  // strides below in floats; null where every scale is 1
   std::int64_t scale_page_stride;
   std::int64_t scale_slot_stride;
   std::int64_t page_size;

@@ -124,12 +124,17 @@ struct Isa {
   void (*latent_to_bf16)(const LatentLayout& layout, const std::uint8_t* row, char* out);
   const RowSteps* rows;
   const ScreenKernels* screen;  // null where there is none
+  // As unpack_block, from keys of `dim` floats; null where the kernels of `with_float_keys` are another set's.
+  void (*transpose_block)(const std::uint8_t* const* rows, int dim, char* out);
 };
 
 // Every instruction set of this build that this machine runs, best first; the portable one is always last.
 const std::vector<const Isa*>& supported_isas();
 // The one called `name`; throws std::invalid_argument where the build or the machine lacks it.
 const Isa& isa_named(const std::string& name);
+
+// The same instruction set for index keys that are stored as floats: they are scored in fp32, and not screened.
+Isa with_float_keys(const Isa& isa);
 
 extern const Isa portable_isa;
 #ifdef LONGFILL_X86

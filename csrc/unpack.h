@@ -23,5 +23,14 @@ void unpack_block_fp32(const std::uint8_t* const* rows, int dim, char* out) {
   }
 }
 
+// The same from keys of `dim` floats.
+template <int LANES>
+void transpose_block(const std::uint8_t* const* rows, int dim, char* out) {
+  float* const tile = reinterpret_cast<float*>(out);
+  for (int lane = 0; lane < LANES; ++lane) {
+    for (int d = 0; d < dim; ++d) std::memcpy(tile + d * LANES + lane, rows[lane] + 4 * d, sizeof(float));
+  }
+}
+
 }  // namespace
 }  // namespace longfill

@@ -21,7 +21,8 @@ from torch import Tensor
 from longfill import LLM, SamplingParams
 from longfill.compatibility import BY_NAME, FEATURES, OUTSIDE, Feature, Setup, cell, check, table
 from longfill.config import EngineArgs
-from longfill.kernels.cpu import available
+from longfill.kernels.cpu import available, selected_isa
+from longfill.kernels.cpu.indexer import SCREENED_ISAS
 from longfill.errors import ConfigError, LongfillError
 from tests.engine.small_tokenizers import gpt2
 from tests.native import needs_native
@@ -62,7 +63,7 @@ PARAMS: dict[str, dict[str, Any]] = {
 }
 NEEDS = {
     "sparse_mla_prefill_workspace_factor": "attention_path=workspace",
-    "kernel_backend=cpu": "indexer_cache_dtype=fp8",  # which the bench's float32 models have only when told to
+    "indexer_screen=on": "indexer_cache_dtype=fp8",  # which the bench's float32 models have only when told to
 }
 
 
@@ -83,6 +84,11 @@ class Result:
     digests: list[str | None] = field(default_factory=list)
     cached: list[int] = field(default_factory=list)
     preemptions: int = 0
+
+
+needs_screen = pytest.mark.skipif(
+    not available() or selected_isa() not in SCREENED_ISAS, reason="the indexer has no screen here"
+)
 
 
 class Bench:
@@ -171,7 +177,11 @@ def with_needs(*features: Feature) -> frozenset[str]:
 
 
 def marks(*features: Feature) -> list[Any]:
-    return [needs_native] if any(feature.name == "kernel_backend=cpu" for feature in features) else []
+    names = {feature.name for feature in features}
+    found = [needs_native] if "kernel_backend=cpu" in names else []
+    if "indexer_screen=on" in names:
+        found.append(needs_screen)
+    return found
 
 
 def pairs(*, refused: bool) -> list[Any]:
@@ -238,16 +248,16 @@ def test_an_override_of_topk_is_refused_by_the_table_as_by_the_reader_of_config_
 
 
 @pytest.mark.parametrize("args", [{}, {"kv_cache_dtype": "float32", "dtype": "bfloat16"}])
-def test_native_kernels_are_refused_for_index_keys_that_auto_makes_float32(bench: Bench, args: dict[str, Any]) -> None:
+def test_a_screen_is_refused_for_index_keys_that_auto_makes_float32(bench: Bench, args: dict[str, Any]) -> None:
     folder, _ = bench.model(frozenset())
-    with pytest.raises(ConfigError, match="--kernel-backend cpu and --indexer-cache-dtype float32 exclude") as error:
-        LLM(str(folder), kernel_backend="cpu", **args)
+    with pytest.raises(ConfigError, match="--indexer-screen on and --indexer-cache-dtype float32 exclude") as error:
+        LLM(str(folder), indexer_screen="on", **args)
     assert "auto is float32 beside float32 latent rows; add --indexer-cache-dtype fp8" in str(error.value)
 
 
 @needs_native
-@pytest.mark.parametrize("args", [{"kv_cache_dtype": "bfloat16"}, {"dtype": "bfloat16"}])
-def test_native_kernels_run_for_index_keys_that_auto_makes_fp8(bench: Bench, args: dict[str, Any]) -> None:
+@pytest.mark.parametrize("args", [{}, {"kv_cache_dtype": "bfloat16"}, {"dtype": "bfloat16"}])
+def test_native_kernels_run_for_index_keys_of_both_formats(bench: Bench, args: dict[str, Any]) -> None:
     folder, _ = bench.model(frozenset())
     given = {"max_model_len": 32, "memory_budget": "1500MiB", "num_threads": 1} | args
     for backend in ("auto", "cpu"):

@@ -135,6 +135,8 @@ FEATURES: tuple[Feature, ...] = (
     _index_format("fp8", 0.005),
     _value("kernel_backend", "reference", "rounding", 1e-5),
     _value("kernel_backend", "cpu", "rounding"),
+    _value("indexer_screen", "on", "none"),
+    _value("indexer_screen", "off", "none"),
     _changed("sparse_mla_force_mqa", "rounding", 1e-5),
     Feature(
         "attention_path=paged", "--attention-path paged", "attention_path", "none",
@@ -164,6 +166,8 @@ REFUSED: tuple[Refusal, ...] = (
             "sparse_mla_prefill_workspace_factor",
             "indexer_cache_dtype=float32",
             "indexer_cache_dtype=fp8",
+            "indexer_screen=on",
+            "indexer_screen=off",
             "index_topk",  # config.json's reader refuses it first, when it meets the field
         )
     ),
@@ -173,10 +177,16 @@ REFUSED: tuple[Refusal, ...] = (
         "native kernels compute in float32 and bfloat16; give --dtype bfloat16 or drop {0}",
     ),
     Refusal(
-        "kernel_backend=cpu",
+        "indexer_screen=on",
         "indexer_cache_dtype=float32",
-        "the native index_topk reads fp8 index keys, and --indexer-cache-dtype auto is float32 beside float32 latent "
-        "rows; add --indexer-cache-dtype fp8 or drop {0}",
+        "the screen tests fp8 index keys, and --indexer-cache-dtype auto is float32 beside float32 latent rows; add "
+        "--indexer-cache-dtype fp8 or drop {0}",
+    ),
+    *(
+        Refusal(
+            name, "kernel_backend=reference", "the reference has no screen; drop one of them"
+        )
+        for name in ("indexer_screen=on", "indexer_screen=off")
     ),
     Refusal(
         "sparse_mla_prefill_workspace_factor",

@@ -23,6 +23,7 @@ CacheDType = Literal["auto", "float32", "bfloat16", "fp8", "fp8_ds_mla"]
 IndexerCacheDType = Literal["auto", "float32", "fp8"]
 AttentionPath = Literal["auto", "paged", "workspace"]
 KernelBackend = Literal["auto", "reference", "cpu"]
+IndexerScreen = Literal["auto", "on", "off"]
 
 DEFAULT_MEMORY_SHARE = 0.7
 """Share of the memory that the cgroup (or the machine) allows, taken when no budget is given. The rest is left to the
@@ -73,7 +74,10 @@ class EngineArgs:
     enable_prefix_caching: bool = _knob(True, "Reuse the KV pages of equal prefixes")
 
     kernel_backend: KernelBackend = _knob(
-        "auto", "Native CPU kernels where there is one (auto), only the torch reference, or insist on native (cpu)"
+        "auto", "Native CPU kernels where they can run (auto), only the torch reference, or insist on native (cpu)"
+    )
+    indexer_screen: IndexerScreen = _knob(
+        "auto", "Test index keys in int8 before their exact scores: where it pays (auto), always, never; same bits"
     )
     attention_path: AttentionPath = _knob(
         "auto", "Sparse attention reads pages directly (paged) or through a gathered bf16 workspace (workspace)"

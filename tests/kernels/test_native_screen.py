@@ -14,9 +14,9 @@ from tests.native import needs_native
 from torch import Tensor
 
 from longfill.errors import ConfigError
-from longfill.kernels.cpu import ScreenCounts, index_topk, isa_names, scratch_bytes
+from longfill.kernels.cpu import index_topk, isa_names, scratch_bytes
 from longfill.kernels.cpu.indexer import SCREENED_ISAS
-from longfill.kernels.interface import RequestRows, ScoredRows
+from longfill.kernels.interface import RequestRows, ScoredRows, ScreenCounts
 from longfill.kernels.reference.quant import quantise_index_keys, quantise_index_queries
 
 screened_isa = pytest.mark.parametrize("isa", [isa for isa in isa_names() if isa in SCREENED_ISAS])

@@ -131,6 +131,8 @@ def stats_report(stats: EngineStats) -> dict[str, Any]:
     return {
         "indexer_chunks": stats.indexer_chunks,
         "scored_pairs": stats.scored_pairs,
+        "screened_pairs": stats.screened_pairs,
+        "screen_survivors": stats.screen_survivors,
         "gathered_rows": stats.gathered_rows,
         "steps": stats.steps,
         "tokens": stats.tokens,

@@ -21,6 +21,7 @@ from longfill.engine.live import LiveRequest
 from longfill.engine.stats import EngineStats, StepStats
 from longfill.engine.tokenizer import Tokenizer
 from longfill.errors import ConfigError, RequestError
+from longfill.kernels.interface import ScreenCounts
 from longfill.models.config import ModelConfig
 from longfill.models.hub import resolve_model, weights_revision
 from longfill.partition import StepPlan, StepRequest
@@ -124,7 +125,7 @@ class LLMEngine:
         advanced = self.scheduler.update(schedule, tokens, result.failed)
         outputs = [self._deliver(request, result) for request in advanced]
         seconds = result.seconds | {"step": time.perf_counter() - start}
-        self._record(schedule, plan, seconds, progress, preempted)
+        self._record(schedule, plan, result.screen, seconds, progress, preempted)
         return outputs
 
     def _schedule(self) -> tuple[Schedule, tuple[str, ...]]:
@@ -166,6 +167,7 @@ class LLMEngine:
         self,
         schedule: Schedule,
         plan: StepPlan,
+        screen: ScreenCounts,
         seconds: dict[str, float],
         progress: dict[str, tuple[int, int]],
         preempted: tuple[str, ...],
@@ -181,6 +183,8 @@ class LLMEngine:
             pages_total=self.cache.num_usable_pages,
             indexer_chunks=full * len(plan.indexer_chunks),
             scored_pairs=full * plan.scored_pairs,
+            screened_pairs=screen.screened,
+            screen_survivors=screen.survivors,
             gathered_rows=layers * plan.gathered_rows,
             seconds=seconds,
             progress=progress,

@@ -22,7 +22,11 @@ class StepStats:
     indexer_chunks: int
     """Query chunks that a backend which materialises scores takes, over all full-indexer layers."""
     scored_pairs: int
-    """(query, key) pairs scored, over all full-indexer layers."""
+    """(query, key) pairs that the indexer ranks, over all full-indexer layers."""
+    screened_pairs: int
+    """Of those, pairs that `--indexer-screen` tested in int8 first."""
+    screen_survivors: int
+    """Of those, pairs that were scored exactly all the same."""
     gathered_rows: int
     """Latent rows copied into the workspace, over all layers; 0 where pages are read directly."""
     seconds: dict[str, float]
@@ -42,6 +46,8 @@ class EngineStats:
     tokens: int = 0
     indexer_chunks: int = 0
     scored_pairs: int = 0
+    screened_pairs: int = 0
+    screen_survivors: int = 0
     gathered_rows: int = 0
     preemptions: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
@@ -52,6 +58,8 @@ class EngineStats:
         self.tokens += step.num_tokens
         self.indexer_chunks += step.indexer_chunks
         self.scored_pairs += step.scored_pairs
+        self.screened_pairs += step.screened_pairs
+        self.screen_survivors += step.screen_survivors
         self.gathered_rows += step.gathered_rows
         self.preemptions += len(step.preempted)
         for stage, seconds in step.seconds.items():

@@ -21,6 +21,7 @@ from longfill.kernels.interface import (
     Linear,
     Mlp,
     RequestRows,
+    ScreenCounts,
     StoredLinear,
     StoredMlp,
 )
@@ -107,7 +108,7 @@ class Backend(Protocol):
     def index_topk(
         self, q_TID: Tensor, w_TI: Tensor, cache: IndexCache, chunks: IndexChunks, selection_TK: Tensor,
         workspace: Workspace,
-    ) -> None:  # fmt: skip
+    ) -> ScreenCounts:  # fmt: skip
         """Write every scored row's top-k positions, ascending, -1 where fewer count; ties go to the lower one.
 
         `workspace` has room for the scores, for a backend that writes them down.

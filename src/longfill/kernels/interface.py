@@ -82,6 +82,25 @@ class ScoredRows:
     first_position: int
 
 
+@dataclass(frozen=True)
+class ScreenCounts:
+    """(row, key) pairs of calls to `index_topk`, for statistics.
+
+    Where a screen sets in depends on how the work is cut, so only `pairs` is the same for every number of threads and
+    chunks; the selection is.
+    """
+
+    pairs: int = 0
+    """Rows times the keys that each sees."""
+    screened: int = 0
+    """Of `pairs`, those tested in int8."""
+    survivors: int = 0
+    """Of `screened`, those scored exactly all the same."""
+
+    def __add__(self, other: ScreenCounts) -> ScreenCounts:
+        return ScreenCounts(self.pairs + other.pairs, self.screened + other.screened, self.survivors + other.survivors)
+
+
 class Linear(Protocol):
     """A weight [O, C] with its bias, in the form that a backend multiplies with."""
 

@@ -12,7 +12,7 @@ import torch
 from longfill.config import EngineArgs
 from longfill.errors import ConfigError
 from longfill.kernels.backend import Backend
-from longfill.kernels.cpu import NativeBackend, available, describe
+from longfill.kernels.cpu import NativeBackend, available, check_screen, describe, selected_isa
 from longfill.kernels.reference.backend import ReferenceBackend
 
 HEAD_DIM_STEP = 16
@@ -32,6 +32,8 @@ class KernelChoice:
     """Whether `index_topk` runs natively: scores stream through registers, so none is ever written down."""
     use_workspace: bool
     """Whether sparse attention reads a gathered workspace instead of the pages."""
+    screen: str
+    """"auto", "on" or "off": whether index keys are tested in int8 before their exact scores."""
     force_mqa: bool
     """Whether rows that select all their keys run as sparse attention too."""
     why_reference: str = ""
@@ -66,6 +68,8 @@ def choose_kernels(
         index_obstacles.append(f"no native index_topk: index_head_dim {index_head_dim} is no multiple of {HEAD_DIM_STEP}")
     if args.kernel_backend == "cpu" and obstacles + index_obstacles:
         raise ConfigError(f"--kernel-backend cpu: {'; '.join(obstacles + index_obstacles)}")
+    if args.indexer_screen == "on" and available() and index_format is not None:
+        check_screen(args.indexer_screen, selected_isa(), index_format)
     wanted = args.kernel_backend != "reference"
     dtype_obstacles = [] if dtype in NATIVE_DTYPES else [f"no native kernels for {dtype}"]
     return KernelChoice(
@@ -73,6 +77,7 @@ def choose_kernels(
         native=wanted and not obstacles + dtype_obstacles,
         native_index=wanted and has_indexer and index_format == "fp8" and not obstacles + index_obstacles,
         use_workspace=has_indexer and args.attention_path == "workspace",
+        screen=args.indexer_screen,
         force_mqa=has_indexer and args.sparse_mla_force_mqa,
         why_reference="; ".join(dtype_obstacles) if wanted and available() else "",
     )
@@ -81,5 +86,5 @@ def choose_kernels(
 def make_backends(choice: KernelChoice, dtype: torch.dtype, num_threads: int) -> tuple[Backend, Backend]:
     """The backend of everything but `index_topk`, and the one of `index_topk`."""
     reference = ReferenceBackend()
-    native = NativeBackend(dtype, num_threads) if choice.native or choice.native_index else reference
+    native = NativeBackend(dtype, num_threads, choice.screen) if choice.native or choice.native_index else reference
     return native if choice.native else reference, native if choice.native_index else reference

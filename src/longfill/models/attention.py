@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from longfill.kernels.backend import Backend
-from longfill.kernels.interface import IndexCache, LatentCache, RequestRows, StepRows
+from longfill.kernels.interface import IndexCache, LatentCache, RequestRows, ScreenCounts, StepRows
 from longfill.kernels.select import KernelChoice
 from longfill.kernels.workspace import Workspace
 
@@ -41,13 +41,13 @@ class Attend:
         if self.kernels.topk is not None:
             self.selection_TK = self.workspace.selection(num_rows, self.kernels.topk)
 
-    def select(self, q_TID: Tensor, w_TI: Tensor, cache: IndexCache, block: StepRows, span: slice) -> None:
+    def select(self, q_TID: Tensor, w_TI: Tensor, cache: IndexCache, block: StepRows, span: slice) -> ScreenCounts:
         """Fill the block's rows of `selection_TK`: rows that need it are scored, others select their causal range."""
         selection_TK = self.selection_TK[span]
         for request, dense in zip(block.requests, block.dense_rows, strict=True):
             if dense:
                 _select_all(selection_TK, request, dense)
-        self.index_backend.index_topk(q_TID, w_TI, cache, block.index_chunks, selection_TK, self.workspace)
+        return self.index_backend.index_topk(q_TID, w_TI, cache, block.index_chunks, selection_TK, self.workspace)
 
     def __call__(self, q_THX: Tensor, cache: LatentCache, block: StepRows, span: slice) -> Tensor:
         """[T, H, R] in the dtype of q: every row's attention over the current selection or its causal range."""

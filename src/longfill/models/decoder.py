@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from longfill.kernels.backend import Backend
-from longfill.kernels.interface import LayerCaches, StepRows
+from longfill.kernels.interface import LayerCaches, ScreenCounts, StepRows
 from longfill.models.attention import Attend
 from longfill.models.config import ModelConfig
 from longfill.models.moe import expert_choice
@@ -52,11 +52,14 @@ class Decoder:
         self.on_selection: SelectionHook | None = None
         self.seconds: dict[str, float] = {}
         """Seconds of the last step by stage."""
+        self.screen_counts = ScreenCounts()
+        """Of the last step."""
         self._choice = expert_choice(config.moe) if config.moe is not None else None
 
     def forward(self, rows: StepRows) -> Tensor:
         """Run one step: writes both caches, returns fp32 logits [S, vocabulary] of the sampled rows."""
         self.seconds = {}
+        self.screen_counts = ScreenCounts()
         hidden_TC = F.embedding(rows.token_ids_T, self.weights.embed)
         cos_TF, sin_TF = rope_tables(self.config.rope, rows.positions_T)
         blocks = rows.blocks(self.block_rows)
@@ -143,7 +146,7 @@ class Decoder:
                     w_scale=indexer.head_dim**-0.5 * indexer.num_heads**-0.5,
                 )  # fmt: skip
             with self._timed("index"):
-                self.attend.select(q_TID, w_TI, cache, block, span)
+                self.screen_counts += self.attend.select(q_TID, w_TI, cache, block, span)
         if self.on_selection is not None:
             self.on_selection(index, self.attend.selection_TK)
 

@@ -198,17 +198,24 @@ def _fixed_rows(
     if kernels.native:
         rows.append(MemoryRow("kernel scratch", _native_bytes(args, config), "packed rows, sums, key tiles"))
     if kernels.native_index:
-        rows.append(MemoryRow("indexer scratch", _native_index_bytes(args, config), "streaming scores and top-k"))
+        assert layout.index_format is not None
+        scratch = _native_index_bytes(args, config, kernels, layout.index_format)
+        rows.append(MemoryRow("indexer scratch", scratch, "streaming scores and top-k"))
     if sizes.context_bytes:
         rows.append(MemoryRow("gather workspace", sizes.context_bytes, f"{sizes.context_rows:,} rows"))
     return rows
 
 
-def _native_index_bytes(args: EngineArgs, config: ModelConfig) -> int:
+def _native_index_bytes(
+    args: EngineArgs, config: ModelConfig, kernels: KernelChoice, index_format: str
+) -> int:
     indexer = config.indexer
     assert indexer is not None
     threads = args.num_threads or cgroup_cpu_count()
-    return cpu.scratch_bytes(heads=indexer.num_heads, dim=indexer.head_dim, topk=indexer.topk, num_threads=threads)
+    return cpu.scratch_bytes(
+        heads=indexer.num_heads, dim=indexer.head_dim, topk=indexer.topk, num_threads=threads,
+        screen=kernels.screen, index_format=index_format,
+    )  # fmt: skip
 
 
 def _native_bytes(args: EngineArgs, config: ModelConfig) -> int:

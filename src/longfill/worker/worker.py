@@ -17,6 +17,7 @@ from torch import Tensor
 
 from longfill.cache.layout import RecordLayout
 from longfill.config import EngineArgs, cache_formats, cgroup_cpu_count
+from longfill.kernels.interface import ScreenCounts
 from longfill.kernels.select import choose_kernels, make_backends
 from longfill.kernels.workspace import Workspace
 from longfill.models.attention import Attend
@@ -49,6 +50,8 @@ class StepResult:
     logits: dict[str, Tensor]
     """fp32 [vocabulary] of each sampling request."""
     seconds: dict[str, float]
+    screen: ScreenCounts
+    """What the indexer's screen did."""
     failed: dict[str, str]
     """Request id -> why, for rows whose logits allow no token."""
 
@@ -117,7 +120,10 @@ class Worker:
             tokens = sample(logits_SV, inputs)
         seconds = self.decoder.seconds | {"sample": time.perf_counter() - start}
         ids = [row.request_id for row in inputs]
-        return StepResult(dict(zip(ids, tokens, strict=True)), dict(zip(ids, logits_SV, strict=True)), seconds, failed)
+        return StepResult(
+            dict(zip(ids, tokens, strict=True)), dict(zip(ids, logits_SV, strict=True)), seconds,
+            self.decoder.screen_counts, failed,
+        )
 
 
 def record_layout(args: EngineArgs, config: ModelConfig) -> RecordLayout:

@@ -4,15 +4,15 @@ from longfill.kernels.cpu.attention import attention_scratch_bytes
 from longfill.kernels.cpu.backend import NativeBackend
 from longfill.kernels.cpu.experts import experts_scratch_bytes, route_scratch_bytes
 from longfill.kernels.cpu.extension import available, describe, isa_names, selected_isa
-from longfill.kernels.cpu.indexer import ScreenCounts, index_topk, scratch_bytes
+from longfill.kernels.cpu.indexer import check_screen, index_topk, scratch_bytes
 from longfill.kernels.cpu.linear import linear_scratch_bytes, mlp_scratch_bytes, per_head_scratch_bytes
 from longfill.kernels.cpu.rows import row_scratch_bytes
 
 __all__ = [
     "NativeBackend",
-    "ScreenCounts",
     "attention_scratch_bytes",
     "available",
+    "check_screen",
     "describe",
     "experts_scratch_bytes",
     "index_topk",

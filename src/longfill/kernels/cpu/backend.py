@@ -22,6 +22,7 @@ from longfill.kernels.interface import (
     Linear,
     Mlp,
     RequestRows,
+    ScreenCounts,
     StoredLinear,
     StoredMlp,
 )
@@ -33,9 +34,10 @@ class NativeBackend:
 
     copies = True
 
-    def __init__(self, dtype: torch.dtype, num_threads: int) -> None:
-        """`dtype` is the model's: what products with fp8 weights compute in."""
+    def __init__(self, dtype: torch.dtype, num_threads: int, screen: str = "auto") -> None:
+        """`dtype` is the model's: what products with fp8 weights compute in. `screen`: of `index_topk`."""
         self.dtype = dtype
+        self.screen = screen
         self.num_threads = num_threads
 
     def packed_bytes(self, out_size: int, in_size: int, dtype: torch.dtype) -> int:
@@ -112,9 +114,11 @@ class NativeBackend:
     def index_topk(
         self, q_TID: Tensor, w_TI: Tensor, cache: IndexCache, chunks: IndexChunks, selection_TK: Tensor,
         workspace: Workspace,
-    ) -> None:  # fmt: skip
+    ) -> ScreenCounts:  # fmt: skip
         del workspace  # scores stream through registers
-        indexer.index_topk(q_TID, w_TI, cache, chunks, selection_TK, num_threads=self.num_threads)
+        return indexer.index_topk(
+            q_TID, w_TI, cache, chunks, selection_TK, num_threads=self.num_threads, screen=self.screen
+        )
 
     def sparse_mla(
         self, q_THX: Tensor, cache: LatentCache, request: RequestRows, selection_TK: Tensor, scale: float,

@@ -7,35 +7,16 @@ the instruction set; chunks, threads and neighbours change nothing.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from torch import Tensor
 
 from longfill.errors import ConfigError
 from longfill.kernels.cpu.extension import isa_names, selected_isa
-from longfill.kernels.interface import IndexCache, IndexChunks, ScoredRows
+from longfill.kernels.interface import IndexCache, IndexChunks, ScoredRows, ScreenCounts
 
 SCREENED_ISAS = ("avx512_bf16",)
 """Instruction sets with an int8 screen."""
-
-
-@dataclass(frozen=True)
-class ScreenCounts:
-    """(row, key) pairs of calls to `index_topk`, for statistics.
-
-    Where a screen sets in depends on how the work is cut, so only `pairs` is the same for every number of threads and
-    chunks; the selection is.
-    """
-
-    pairs: int = 0
-    """Rows times the keys that each sees."""
-    screened: int = 0
-    """Of `pairs`, those tested in int8."""
-    survivors: int = 0
-    """Of `screened`, those scored exactly all the same."""
-
-    def __add__(self, other: ScreenCounts) -> ScreenCounts:
-        return ScreenCounts(self.pairs + other.pairs, self.screened + other.screened, self.survivors + other.survivors)
 
 
 def index_topk(
@@ -52,23 +33,21 @@ def index_topk(
 ) -> ScreenCounts:
     """Write the selected positions of every scored row into `selection_TK` (int32 [T, K], in place).
 
-    `q_TID`: fp32 [T, I, D] with e4m3 values (exact in bf16), D a multiple of 16; `w_TI`: fp32 [T, I] head weights with
-    all scales folded in; keys, in format "fp8", already include this step's rows. Positions ascend, -1 where fewer
-    count. `scores_TK`, if given, receives the fp32 scores of the selected positions, -inf in the padding. `isa`
+    `q_TID`: fp32 [T, I, D], D a multiple of 16, for keys in format "fp8" with e4m3 values (exact in bf16); `w_TI`: fp32
+    [T, I] head weights with all scales folded in; keys already include this step's rows. Positions ascend, -1 where
+    fewer count. `scores_TK`, if given, receives the fp32 scores of the selected positions, -inf in the padding. `isa`
     overrides the process's instruction set.
 
     `screen` "on" first tests keys in int8 against a bound that no exact score exceeds and scores only what passes;
     "off" scores every key; "auto" screens where few keys pass, and nothing on an instruction set without a screen. The
     selection and its scores are the same bits in all three.
 
-    Raises ConfigError for a cache of another format or a screen that the instruction set lacks, ValueError for shapes,
-    strides or pages that do not fit together.
+    Raises ConfigError for a screen that the instruction set or the keys' format lacks, ValueError for shapes, strides or
+    pages that do not fit together.
     """
     # Imported here because an installation without a compiler has no extension.
-    if cache.scales_NB is None:
-        raise ConfigError(f"native index_topk reads fp8 index keys, not {cache.format}; use the reference for those")
     chosen = isa or selected_isa()
-    check_screen(screen, chosen)
+    check_screen(screen, chosen, cache.format)
     from longfill.kernels.cpu import _native
 
     pairs, screened, survivors = _native.index_topk(
@@ -89,10 +68,12 @@ def index_topk(
     return ScreenCounts(pairs, screened, survivors)
 
 
-def check_screen(screen: str, isa: str) -> None:
-    """Raise ConfigError where `screen` insists on what instruction set `isa` lacks, or is none of the three words."""
+def check_screen(screen: str, isa: str, index_format: str) -> None:
+    """Raise ConfigError where `screen` insists on what the instruction set or the keys' format lacks."""
     if screen not in ("auto", "on", "off"):
         raise ConfigError(f"the indexer screen is auto, on or off, not {screen!r}")
+    if screen == "on" and index_format != "fp8":
+        raise ConfigError(f"--indexer-screen on: index keys in {index_format} have no screen; fp8 ones have")
     if screen == "on" and isa in isa_names() and isa not in SCREENED_ISAS:
         raise ConfigError(f"--indexer-screen on: instruction set {isa} has no screen ({', '.join(SCREENED_ISAS)} has)")
 
@@ -118,11 +99,12 @@ def join_rows(scored: Iterable[ScoredRows]) -> list[ScoredRows]:
 
 
 def scratch_bytes(
-    *, heads: int, dim: int, topk: int, num_threads: int, isa: str | None = None, screen: str = "auto"
-) -> int:
+    *, heads: int, dim: int, topk: int, num_threads: int, isa: str | None = None, screen: str = "auto",
+    index_format: str = "fp8",
+) -> int:  # fmt: skip
     """The most bytes that `index_topk` allocates for itself, for any rows and any context."""
     chosen = isa or selected_isa()
-    check_screen(screen, chosen)
+    check_screen(screen, chosen, index_format)
     from longfill.kernels.cpu import _native
 
-    return _native.index_topk_scratch_bytes(chosen, heads, dim, topk, screen, num_threads)
+    return _native.index_topk_scratch_bytes(chosen, index_format == "fp8", heads, dim, topk, screen, num_threads)

@@ -21,6 +21,7 @@ from longfill.kernels.interface import (
     Linear,
     Mlp,
     RequestRows,
+    ScreenCounts,
     StoredLinear,
     StoredMlp,
 )
@@ -114,8 +115,9 @@ class ReferenceBackend:
     def index_topk(
         self, q_TID: Tensor, w_TI: Tensor, cache: IndexCache, chunks: IndexChunks, selection_TK: Tensor,
         workspace: Workspace,
-    ) -> None:  # fmt: skip
+    ) -> ScreenCounts:  # fmt: skip
         indexer.index_topk(q_TID, w_TI, cache, chunks, selection_TK, workspace)
+        return ScreenCounts()
 
     def sparse_mla(
         self, q_THX: Tensor, cache: LatentCache, request: RequestRows, selection_TK: Tensor, scale: float,
