@@ -75,7 +75,7 @@ def choose_kernels(
     return KernelChoice(
         topk=topk,
         native=wanted and not obstacles + dtype_obstacles,
-        native_index=wanted and has_indexer and index_format == "fp8" and not obstacles + index_obstacles,
+        native_index=wanted and has_indexer and index_format is not None and not obstacles + index_obstacles,
         use_workspace=has_indexer and args.attention_path == "workspace",
         screen=args.indexer_screen,
         force_mqa=has_indexer and args.sparse_mla_force_mqa,
