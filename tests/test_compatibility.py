@@ -21,9 +21,9 @@ from torch import Tensor
 from longfill import LLM, SamplingParams
 from longfill.compatibility import BY_NAME, FEATURES, OUTSIDE, Feature, Setup, cell, check, table
 from longfill.config import EngineArgs
+from longfill.errors import ConfigError, LongfillError
 from longfill.kernels.cpu import available, selected_isa
 from longfill.kernels.cpu.indexer import SCREENED_ISAS
-from longfill.errors import ConfigError, LongfillError
 from tests.engine.small_tokenizers import gpt2
 from tests.native import needs_native
 from tests.oracle.harness import oracle, run, tokens

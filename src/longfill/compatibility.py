@@ -183,9 +183,7 @@ REFUSED: tuple[Refusal, ...] = (
         "--indexer-cache-dtype fp8 or drop {0}",
     ),
     *(
-        Refusal(
-            name, "kernel_backend=reference", "the reference has no screen; drop one of them"
-        )
+        Refusal(name, "kernel_backend=reference", "the reference has no screen; drop one of them")
         for name in ("indexer_screen=on", "indexer_screen=off")
     ),
     Refusal(

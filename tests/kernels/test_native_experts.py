@@ -17,9 +17,8 @@ from torch import Tensor
 from longfill.kernels.cpu import isa_names
 from longfill.kernels.cpu.experts import experts, experts_scratch_bytes, route, route_scratch_bytes
 from longfill.kernels.cpu.packing import PackedLinear, PackedMlp, pack_linear, pack_mlp
-from longfill.kernels.interface import ExpertChoice
+from longfill.kernels.interface import ExpertChoice, StoredLinear, StoredMlp
 from longfill.kernels.reference import linear as reference
-from longfill.models.weights import LinearWeight, MlpWeights
 
 pytestmark = needs_native
 
@@ -27,11 +26,11 @@ every_isa = pytest.mark.parametrize("isa", isa_names())
 HIDDEN, INNER = 40, 33
 
 
-def make_experts(stored: str, count: int) -> list[MlpWeights]:
+def make_experts(stored: str, count: int) -> list[StoredMlp]:
     return [make_mlp(stored, HIDDEN, INNER, seed=10 * e) for e in range(count)]
 
 
-def pack_all(weights: list[MlpWeights], dtype: torch.dtype, isa: str) -> list[PackedMlp]:
+def pack_all(weights: list[StoredMlp], dtype: torch.dtype, isa: str) -> list[PackedMlp]:
     return [pack_mlp(w, compute_dtype=dtype, isa=isa, num_threads=1) for w in weights]
 
 
@@ -42,7 +41,7 @@ def choices(rows: int, count: int, k: int, seed: int = 0) -> tuple[Tensor, Tenso
 
 
 def exact_experts(
-    x: Tensor, ids: Tensor, factors: Tensor, weights: list[MlpWeights], shared: MlpWeights | None
+    x: Tensor, ids: Tensor, factors: Tensor, weights: list[StoredMlp], shared: StoredMlp | None
 ) -> Tensor:
     total = torch.zeros(x.shape, dtype=torch.float64) if shared is None else exact_mlp(x, shared)
     for expert, w in enumerate(weights):
@@ -138,10 +137,10 @@ def test_experts_are_added_in_the_order_of_their_ids(isa: str) -> None:
 
     def constant(value: float) -> PackedMlp:
         # silu(30) is 30 to the last bit in fp32, so that the middle is 30 and the output `value`.
-        gate = LinearWeight(torch.zeros(1, size), torch.tensor([30.0]))
-        up = LinearWeight(torch.zeros(1, size), torch.tensor([1.0]))
-        down = LinearWeight(torch.zeros(size, 1), torch.full((size,), value))
-        return pack_mlp(MlpWeights(gate, up, down), compute_dtype=FP32, isa=isa, num_threads=1)
+        gate = StoredLinear(torch.zeros(1, size), torch.tensor([30.0]))
+        up = StoredLinear(torch.zeros(1, size), torch.tensor([1.0]))
+        down = StoredLinear(torch.zeros(size, 1), torch.full((size,), value))
+        return pack_mlp(StoredMlp(gate, up, down), compute_dtype=FP32, isa=isa, num_threads=1)
 
     one, low, high = constant(1.0), constant(-1e8), constant(1e8)
     x, ids, factors = torch.zeros(1, size), torch.tensor([[0, 1, 2]]), torch.ones(1, 3)
@@ -209,7 +208,7 @@ def test_scratch_of_experts_and_router() -> None:
 
 
 def pack_router(router_EC: Tensor, isa: str | None = None) -> PackedLinear:
-    return pack_linear(LinearWeight(router_EC), compute_dtype=FP32, isa=isa, num_threads=1)
+    return pack_linear(StoredLinear(router_EC), compute_dtype=FP32, isa=isa, num_threads=1)
 
 
 @every_isa
@@ -324,5 +323,5 @@ def test_bad_choices_are_refused() -> None:
     refuses("value", group_value="median")
     refuses("bias", bias=torch.zeros(11))
     if isa_names()[0] == "avx512_bf16":
-        bf16 = pack_linear(LinearWeight(random(12, 8).to(BF16)), compute_dtype=BF16, num_threads=1)
+        bf16 = pack_linear(StoredLinear(random(12, 8).to(BF16)), compute_dtype=BF16, num_threads=1)
         refuses("products in float32", router=bf16)

@@ -31,9 +31,9 @@ from longfill.kernels.cpu.packing import (
     packed_bytes,
     packed_heads_bytes,
 )
+from longfill.kernels.interface import StoredLinear, StoredMlp
 from longfill.kernels.reference import linear as reference
 from longfill.kernels.reference.linear import dequantise
-from longfill.models.weights import LinearWeight, MlpWeights
 
 pytestmark = needs_native
 
@@ -48,12 +48,12 @@ SIZES = [(1, 1), (2, 15), (3, 16), (15, 17), (127, 63), (128, 64), (129, 65), (2
 
 def make_weight(
     stored: str, outputs: int, inputs: int, block: tuple[int, int] = (128, 128), bias: bool = False, seed: int = 1
-) -> LinearWeight:
+) -> StoredLinear:
     values = random(outputs, inputs, seed=seed) * inputs**-0.5
     bias_O = random(outputs, seed=seed + 1) if bias else None
     if stored == "fp8":
-        return LinearWeight(*_fp8(values, block), block) if bias_O is None else _with_bias(values, block, bias_O)
-    return LinearWeight(values.to(getattr(torch, stored)), bias_O)
+        return StoredLinear(*_fp8(values, block), block) if bias_O is None else _with_bias(values, block, bias_O)
+    return StoredLinear(values.to(getattr(torch, stored)), bias_O)
 
 
 def _fp8(values: Tensor, block: tuple[int, int]) -> tuple[Tensor, None, Tensor]:
@@ -62,19 +62,19 @@ def _fp8(values: Tensor, block: tuple[int, int]) -> tuple[Tensor, None, Tensor]:
     return stored, None, scale * 2.0 ** random(*scale.shape, seed=9).round()
 
 
-def _with_bias(values: Tensor, block: tuple[int, int], bias_O: Tensor) -> LinearWeight:
+def _with_bias(values: Tensor, block: tuple[int, int], bias_O: Tensor) -> StoredLinear:
     stored, _, scale = _fp8(values, block)
-    return LinearWeight(stored, bias_O, scale, block)
+    return StoredLinear(stored, bias_O, scale, block)
 
 
-def plain_values(weight: LinearWeight, dtype: torch.dtype) -> Tensor:
+def plain_values(weight: StoredLinear, dtype: torch.dtype) -> Tensor:
     """The weight as the reference multiplies with it, in fp64."""
     if weight.scale is None:
         return weight.weight.double()
     return dequantise(weight, 0, weight.weight.shape[0], dtype).double()
 
 
-def exact(x_TC: Tensor, weight: LinearWeight) -> Tensor:
+def exact(x_TC: Tensor, weight: StoredLinear) -> Tensor:
     out_TO = x_TC.double() @ plain_values(weight, x_TC.dtype).T
     return out_TO if weight.bias is None else out_TO + weight.bias.double()
 
@@ -136,7 +136,7 @@ def test_every_fp8_value_is_decoded(isa: str, dtype: torch.dtype, block: tuple[i
     values = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
     # One input, so that a NaN stays in its output.
     for scale in (1.0, 0.3, -1.7, 3e5):
-        weight = LinearWeight(values[:, None], None, torch.full((-(-256 // block[0]), 1), scale), block)
+        weight = StoredLinear(values[:, None], None, torch.full((-(-256 // block[0]), 1), scale), block)
         packed = pack_linear(weight, compute_dtype=dtype, isa=isa, num_threads=1)
         want = dequantise(weight, 0, 256, dtype).T
         got = linear(torch.ones(1, 1, dtype=dtype), packed, num_threads=1)
@@ -167,7 +167,7 @@ def test_strides_of_the_source_do_not_matter(stored: str, dtype: torch.dtype, is
     spread.copy_(values)
     want = pack_linear(weight, compute_dtype=dtype, isa=isa, num_threads=1).data
     for source in (values.T.contiguous().T, spread):
-        other = LinearWeight(source.view(weight.weight.dtype), None, weight.scale, weight.block)
+        other = StoredLinear(source.view(weight.weight.dtype), None, weight.scale, weight.block)
         assert torch.equal(pack_linear(other, compute_dtype=dtype, isa=isa, num_threads=3).data, want)
 
 
@@ -205,7 +205,7 @@ def test_the_bits_do_depend_on_the_order_of_a_sum(dtype: torch.dtype, isa: str) 
 
     def product(inputs: Tensor) -> Tensor:
         columns = weight.weight[:, inputs].to(dtype)
-        packed = pack_linear(LinearWeight(columns), compute_dtype=dtype, isa=isa, num_threads=1)
+        packed = pack_linear(StoredLinear(columns), compute_dtype=dtype, isa=isa, num_threads=1)
         return linear(x[:, inputs].to(dtype), packed, num_threads=1, out=torch.empty(64, 40))
 
     assert not torch.equal(product(order), product(torch.arange(300)))
@@ -283,12 +283,12 @@ def test_heads_may_be_packed_from_any_view(isa: str) -> None:
     assert_rounded(out, torch.einsum("tha,hba->thb", x.double(), weight_HBA.double()), 4.0)
 
 
-def make_mlp(stored: str, hidden: int, inner: int, seed: int = 0, bias: bool = False) -> MlpWeights:
+def make_mlp(stored: str, hidden: int, inner: int, seed: int = 0, bias: bool = False) -> StoredMlp:
     shapes = [(inner, hidden), (inner, hidden), (hidden, inner)]
-    return MlpWeights(*(make_weight(stored, *shape, seed=seed + 2 * i, bias=bias) for i, shape in enumerate(shapes, 1)))
+    return StoredMlp(*(make_weight(stored, *shape, seed=seed + 2 * i, bias=bias) for i, shape in enumerate(shapes, 1)))
 
 
-def exact_mlp(x: Tensor, weights: MlpWeights) -> Tensor:
+def exact_mlp(x: Tensor, weights: StoredMlp) -> Tensor:
     """In fp64 but for the middle, which is rounded to the dtype of x."""
     gate, up = exact(x, weights.gate), exact(x, weights.up)
     return exact((gate / (1 + (-gate).exp()) * up).to(x.dtype), weights.down)
@@ -315,8 +315,8 @@ def test_swiglu(stored: str, dtype: torch.dtype, hidden: int, inner: int, bias: 
 @every_isa
 def test_swiglu_of_extreme_gates(isa: str) -> None:
     """silu(-big) is -0 and not NaN; silu(big) is big; NaN stays."""
-    eye = LinearWeight(torch.eye(8))
-    packed = pack_mlp(MlpWeights(eye, eye, eye), compute_dtype=FP32, isa=isa, num_threads=1)
+    eye = StoredLinear(torch.eye(8))
+    packed = pack_mlp(StoredMlp(eye, eye, eye), compute_dtype=FP32, isa=isa, num_threads=1)
     x = torch.diag(torch.tensor([-200.0, 200.0, -88.0, 88.0, 1e-3, -104.0, float("nan"), 0.0]))
     got = mlp(x[:6], packed, num_threads=1).diag()
     wide = x.diag()[:6].double()
@@ -356,7 +356,7 @@ def test_scratch_is_what_is_allocated() -> None:
     assert bound < 2**24
 
 
-def pack(weight: LinearWeight, dtype: torch.dtype = FP32) -> PackedLinear:
+def pack(weight: StoredLinear, dtype: torch.dtype = FP32) -> PackedLinear:
     return pack_linear(weight, compute_dtype=dtype, num_threads=1)
 
 
@@ -384,19 +384,19 @@ def test_what_does_not_fit_is_refused() -> None:
 
 def test_weights_that_cannot_be_packed_are_refused() -> None:
     with pytest.raises(ConfigError, match="float16"):
-        pack(LinearWeight(random(4, 4).half()))
+        pack(StoredLinear(random(4, 4).half()))
     with pytest.raises(ConfigError, match="compute in"):
-        pack(LinearWeight(random(4, 4)), torch.float16)
+        pack(StoredLinear(random(4, 4)), torch.float16)
     with pytest.raises(ConfigError, match="needs products in float32"):
-        pack(LinearWeight(random(4, 4)), BF16)
+        pack(StoredLinear(random(4, 4)), BF16)
     fp8 = random(130, 130).to(torch.float8_e4m3fn)
     with pytest.raises(ValueError, match="scale"):
-        pack(LinearWeight(fp8))
+        pack(StoredLinear(fp8))
     with pytest.raises(ValueError, match="scale a block"):
-        pack(LinearWeight(fp8, None, torch.ones(2, 1), (128, 128)))
+        pack(StoredLinear(fp8, None, torch.ones(2, 1), (128, 128)))
     with pytest.raises(ValueError, match="bias"):
-        pack(LinearWeight(random(4, 4), random(3)))
+        pack(StoredLinear(random(4, 4), random(3)))
     with pytest.raises(ValueError, match="at least one input"):
-        pack(LinearWeight(random(4, 0)))
+        pack(StoredLinear(random(4, 0)))
     with pytest.raises(ConfigError, match="heads"):
         pack_heads(fp8[None], compute_dtype=FP32, num_threads=1)

@@ -22,11 +22,11 @@ from longfill.kernels.reference.attention import dense_mla, sparse_mla
 from longfill.kernels.reference.elementwise import logaddexp, sigmoid, silu
 from longfill.kernels.reference.indexer import score_rows
 from longfill.kernels.reference.linear import experts, mlp, rms_norm, route
+from longfill.kernels.reference.linear import per_head as _per_head
 from longfill.kernels.reference.quant import encode_latent, quantise_index_queries
 from longfill.kernels.reference.store import rotate
 from longfill.kernels.workspace import Workspace, WorkspaceSizes
 from longfill.models.config import RopeConfig
-from longfill.kernels.reference.linear import per_head as _per_head
 from longfill.models.rope import rope_tables
 
 ROWS = 83

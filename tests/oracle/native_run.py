@@ -23,7 +23,8 @@ DECODED = 8
 def record(folder: Path, backend: str, seed: int, count: int) -> dict[str, Any]:
     """`selected`: layer -> int32 [L, K]; `logits`: fp32 [L, V]; the greedy `token_ids`, and which `kernel` ran."""
     llm = LLM(
-        str(folder), kernel_backend=backend, dtype="float32", indexer_cache_dtype="fp8", skip_tokenizer_init=True, max_model_len=count + DECODED,
+        str(folder), kernel_backend=backend, dtype="float32", indexer_cache_dtype="fp8", skip_tokenizer_init=True,
+        max_model_len=count + DECODED,
         memory_budget="1500MiB", sparse_indexer_max_logits_mb=8, num_threads=1,
     )  # fmt: skip
     decoder = llm.engine.worker.decoder

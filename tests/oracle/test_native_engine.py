@@ -25,7 +25,10 @@ ROWS = 1000
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Run in float32 with fp8 index keys: what is left between kernels is the order of sums. Many indexer heads: with few, ReLU makes exact zeros, and ties of them."""
+    """Run in float32 with fp8 index keys: what is left between kernels is the order of sums.
+
+    Many indexer heads: with few, ReLU makes exact zeros, and ties of them.
+    """
     folder = tmp_path_factory.mktemp("model")
     make_checkpoint(
         folder, "deepseek_v32", dtype=torch.bfloat16, num_hidden_layers=2, index_n_heads=32, index_head_dim=32

@@ -352,7 +352,9 @@ def test_mem_02_what_native_calls_take_is_in_the_plan(
             results: list[Any] = []
             peak = count_native(lambda: results.append(operation(*args, **kwargs)))
             outputs = [t for t in (results[0] if isinstance(results[0], tuple) else results) if t is not None]
-            outputs += [t for t in args if name in ("per_head", "rotate", "sparse_mla", "dense_mla") and isinstance(t, Tensor)]
+            outputs += [
+                t for t in args if name in ("per_head", "rotate", "sparse_mla", "dense_mla") and isinstance(t, Tensor)
+            ]
             peaks[name] = max(peaks.get(name, 0), peak - sum(t.nbytes for t in outputs))
             return results[0]
 

@@ -16,7 +16,7 @@ from longfill.bench.work import Case, Setting, TorchPeer, Work
 from longfill.kernels.cpu.experts import experts
 from longfill.kernels.cpu.linear import linear
 from longfill.kernels.cpu.packing import PackedLinear, PackedMlp, pack_linear
-from longfill.models.weights import LinearWeight, MlpWeights
+from longfill.kernels.interface import StoredLinear, StoredMlp
 
 BLOCK = 128
 HIDDEN, INNER, EXPERTS, PER_TOKEN = 6144, 2048, 16, 8
@@ -28,16 +28,16 @@ def random_weight(out_size: int, in_size: int) -> Tensor:
     return torch.randn(out_size, in_size, generator=torch.Generator().manual_seed(out_size)).mul_(in_size**-0.5)
 
 
-def stored(weight_OC: Tensor, format: str) -> LinearWeight:
+def stored(weight_OC: Tensor, format: str) -> StoredLinear:
     """The weight as a checkpoint of that format holds it; each call copies the values."""
     if format == "bf16":
-        return LinearWeight(weight_OC.to(torch.bfloat16, copy=True))
+        return StoredLinear(weight_OC.to(torch.bfloat16, copy=True))
     blocks = [-(-size // BLOCK) for size in weight_OC.shape]
     values = (weight_OC * 256).to(torch.float8_e4m3fn)
-    return LinearWeight(values, scale=torch.full(blocks, 1 / 256), block=(BLOCK, BLOCK))
+    return StoredLinear(values, scale=torch.full(blocks, 1 / 256), block=(BLOCK, BLOCK))
 
 
-def packed(weight: LinearWeight, setting: Setting) -> PackedLinear:
+def packed(weight: StoredLinear, setting: Setting) -> PackedLinear:
     return pack_linear(weight, compute_dtype=torch.bfloat16, isa=setting.isa, num_threads=setting.threads)
 
 
@@ -50,7 +50,7 @@ def linear_case(rows: int, out_size: int, in_size: int, format: str, setting: Se
     return Work(
         call=lambda: [linear(x_TC, pack, num_threads=setting.threads) for pack in packs],
         flops=2 * copies * height * out_size * in_size,
-        bytes=copies * (weights[0].num_bytes + 2 * height * (in_size + out_size)),
+        bytes=copies * (packs[0].num_bytes + 2 * height * (in_size + out_size)),
         math=setting.math,
         traffic="read",
         items=copies * height,
@@ -63,7 +63,7 @@ def experts_case(tokens: int, format: str, setting: Setting) -> Work:
     """GLM-5's widths with fewer experts: each token takes 8 of 16."""
     height = setting.size(tokens, least=2)
     wide, narrow = random_weight(INNER, HIDDEN), random_weight(HIDDEN, INNER)
-    weights = [MlpWeights(stored(wide, format), stored(wide, format), stored(narrow, format)) for _ in range(EXPERTS)]
+    weights = [StoredMlp(stored(wide, format), stored(wide, format), stored(narrow, format)) for _ in range(EXPERTS)]
     packs = [PackedMlp(*(packed(part, setting) for part in (w.gate, w.up, w.down))) for w in weights]
     generator = torch.Generator().manual_seed(1)
     x_TC = torch.randn(height, HIDDEN, generator=generator).bfloat16()
@@ -72,7 +72,7 @@ def experts_case(tokens: int, format: str, setting: Setting) -> Work:
     return Work(
         call=lambda: experts(x_TC, ids_TK, weights_TK, packs, None, num_threads=setting.threads),
         flops=6 * height * PER_TOKEN * HIDDEN * INNER,
-        bytes=sum(w.num_bytes for w in weights) + 2 * x_TC.nbytes,
+        bytes=sum(pack.num_bytes for pack in packs) + 2 * x_TC.nbytes,
         math=setting.math,
         traffic="read",
         items=height * PER_TOKEN,
@@ -88,7 +88,7 @@ def _torch_note(format: str) -> str:
     return "F.linear" if format == "bf16" else "F.linear, the fp8 weight turned into bf16 in each call"
 
 
-def _torch_linear(x_TC: Tensor, weight: LinearWeight) -> Tensor:
+def _torch_linear(x_TC: Tensor, weight: StoredLinear) -> Tensor:
     if weight.scale is None:
         return F.linear(x_TC, weight.weight)
     rows, columns = weight.scale.shape
@@ -97,7 +97,7 @@ def _torch_linear(x_TC: Tensor, weight: LinearWeight) -> Tensor:
     return F.linear(x_TC, blocks.mul_(weight.scale.bfloat16()[:, None, :, None]).view(weight.weight.shape))
 
 
-def _torch_experts(x_TC: Tensor, ids_TK: Tensor, weights_TK: Tensor, weights: list[MlpWeights]) -> Tensor:
+def _torch_experts(x_TC: Tensor, ids_TK: Tensor, weights_TK: Tensor, weights: list[StoredMlp]) -> Tensor:
     total_TC = torch.zeros(x_TC.shape)
     for expert, w in enumerate(weights):
         rows, columns = (ids_TK == expert).nonzero(as_tuple=True)

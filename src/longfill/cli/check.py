@@ -119,9 +119,12 @@ def cases(base: EngineArgs, topk: int | None, *, native: bool) -> list[Case]:
     ]
     if native:
         # In float32: rounding to bfloat16 would make keys score apart that are no near ties.
-        exact = {"dtype": "float32", "kv_cache_dtype": "float32", "indexer_cache_dtype": "fp8"}
         lowered = dataclasses.replace(
-            _with_topk(base, min(topk, LOWERED_TOPK)), kernel_backend="reference", **exact
+            _with_topk(base, min(topk, LOWERED_TOPK)),
+            kernel_backend="reference",
+            dtype="float32",
+            kv_cache_dtype="float32",
+            indexer_cache_dtype="fp8",
         )
         variant = ("native against reference, float32", {"kernel_backend": "cpu"})
         found.append(Case("top-k lowered", LONG_PROMPT, DECODED, lowered, (variant,)))

@@ -75,9 +75,7 @@ class Backend(Protocol):
         """Routed experts, summed in ascending order of their id, and the expert that every token takes."""
         ...
 
-    def rotate(
-        self, x_THP: Tensor, cos_TF: Tensor, sin_TF: Tensor, out_THP: Tensor, *, interleaved: bool
-    ) -> None:
+    def rotate(self, x_THP: Tensor, cos_TF: Tensor, sin_TF: Tensor, out_THP: Tensor, *, interleaved: bool) -> None:
         """Rotary embedding (P = 2 F): pairs (0, 1), (2, 3)... when `interleaved`, else (i, i + P/2)."""
         ...
 

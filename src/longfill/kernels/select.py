@@ -65,7 +65,9 @@ def choose_kernels(
     has_indexer = topk is not None
     index_obstacles = []
     if has_indexer and index_head_dim % HEAD_DIM_STEP:
-        index_obstacles.append(f"no native index_topk: index_head_dim {index_head_dim} is no multiple of {HEAD_DIM_STEP}")
+        index_obstacles.append(
+            f"no native index_topk: index_head_dim {index_head_dim} is no multiple of {HEAD_DIM_STEP}"
+        )
     if args.kernel_backend == "cpu" and obstacles + index_obstacles:
         raise ConfigError(f"--kernel-backend cpu: {'; '.join(obstacles + index_obstacles)}")
     if args.indexer_screen == "on" and available() and index_format is not None:

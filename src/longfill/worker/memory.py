@@ -206,9 +206,7 @@ def _fixed_rows(
     return rows
 
 
-def _native_index_bytes(
-    args: EngineArgs, config: ModelConfig, kernels: KernelChoice, index_format: str
-) -> int:
+def _native_index_bytes(args: EngineArgs, config: ModelConfig, kernels: KernelChoice, index_format: str) -> int:
     indexer = config.indexer
     assert indexer is not None
     threads = args.num_threads or cgroup_cpu_count()
@@ -238,8 +236,12 @@ def _native_bytes(args: EngineArgs, config: ModelConfig) -> int:
         inner = c.moe.moe_intermediate_size
         sizes.append(
             cpu.experts_scratch_bytes(
-                hidden_size=hidden, inner_size=inner, shared_inner_size=inner * c.moe.num_shared_experts,
-                num_experts=c.moe.num_experts, experts_per_token=c.moe.experts_per_token, **shape,
+                hidden_size=hidden,
+                inner_size=inner,
+                shared_inner_size=inner * c.moe.num_shared_experts,
+                num_experts=c.moe.num_experts,
+                experts_per_token=c.moe.experts_per_token,
+                **shape,
             )  # fmt: skip
         )
         sizes.append(

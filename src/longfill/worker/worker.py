@@ -121,8 +121,11 @@ class Worker:
         seconds = self.decoder.seconds | {"sample": time.perf_counter() - start}
         ids = [row.request_id for row in inputs]
         return StepResult(
-            dict(zip(ids, tokens, strict=True)), dict(zip(ids, logits_SV, strict=True)), seconds,
-            self.decoder.screen_counts, failed,
+            dict(zip(ids, tokens, strict=True)),
+            dict(zip(ids, logits_SV, strict=True)),
+            seconds,
+            self.decoder.screen_counts,
+            failed,
         )
 
 

@@ -10,14 +10,16 @@ def index_topk(
     queries: Tensor,
     weights: Tensor,
     values: Tensor,
-    scales: Tensor,
+    scales: Tensor | None,
     rows: Sequence[tuple[int, int, int, Tensor]],
     selection: Tensor,
     scores: Tensor | None,
     screen: str,
     num_threads: int,
 ) -> tuple[int, int, int]: ...
-def index_topk_scratch_bytes(isa: str, fp8_keys: bool, heads: int, dim: int, k: int, screen: str, num_threads: int) -> int: ...
+def index_topk_scratch_bytes(
+    isa: str, fp8_keys: bool, heads: int, dim: int, k: int, screen: str, num_threads: int
+) -> int: ...
 def screen_check(
     isa: str,
     queries: Tensor,

@@ -42,8 +42,8 @@ def index_topk(
     "off" scores every key; "auto" screens where few keys pass, and nothing on an instruction set without a screen. The
     selection and its scores are the same bits in all three.
 
-    Raises ConfigError for a screen that the instruction set or the keys' format lacks, ValueError for shapes, strides or
-    pages that do not fit together.
+    Raises ConfigError for a screen that the instruction set or the keys' format lacks, ValueError for shapes, strides
+    or pages that do not fit together.
     """
     # Imported here because an installation without a compiler has no extension.
     chosen = isa or selected_isa()
