@@ -176,15 +176,15 @@ REFUSED: tuple[Refusal, ...] = (
         "dtype=float16",
         "native kernels compute in float32 and bfloat16; give --dtype bfloat16 or drop {0}",
     ),
+    *(
+        Refusal(name, "kernel_backend=reference", "the reference has no screen; drop one of them")
+        for name in ("indexer_screen=on", "indexer_screen=off")
+    ),
     Refusal(
         "indexer_screen=on",
         "indexer_cache_dtype=float32",
         "the screen tests fp8 index keys, and --indexer-cache-dtype auto is float32 beside float32 latent rows; add "
         "--indexer-cache-dtype fp8 or drop {0}",
-    ),
-    *(
-        Refusal(name, "kernel_backend=reference", "the reference has no screen; drop one of them")
-        for name in ("indexer_screen=on", "indexer_screen=off")
     ),
     Refusal(
         "sparse_mla_prefill_workspace_factor",

@@ -436,8 +436,48 @@ def test_bad_input_is_refused_before_anything_is_read() -> None:
         select(case, 8, isa_names()[0], [[ScoredRows(case.request, 1, 4, 96)]])
     with pytest.raises(ValueError, match="not available here"):
         select(case, 8, "abacus")
-    with pytest.raises(ConfigError, match="float32"):
+    with pytest.raises(ValueError, match="bytes of dim values"):
         select(replace(case, cache=replace(case.cache, scales_NB=None, format="float32")), 8, isa_names()[0])
+
+
+def with_float_keys(case: Case) -> Case:
+    """The same keys, which fp32 holds exactly, in a cache of format float32; unused slots hold NaN."""
+    assert case.cache.scales_NB is not None
+    values_NBD = case.cache.values_NBX.view(torch.float8_e4m3fn).float() * case.cache.scales_NB[..., None]
+    pages, page_size, dim = values_NBD.shape
+    records = torch.full((pages, 3 + page_size * dim + 5), float("nan"))
+    records[:, 3:-5] = values_NBD.flatten(1)
+    plane = records[:, 3:-5].unflatten(1, (page_size, dim)).view(torch.uint8)
+    return replace(case, cache=IndexCache(plane, None, "float32", dim))
+
+
+@every_isa
+@pytest.mark.parametrize(("heads", "dim"), [(1, 16), (3, 48), (4, 32), (32, 128)])
+def test_float32_keys_are_scored_and_ranked_exactly(isa: str, heads: int, dim: int) -> None:
+    case, scores_TL = integer_case(heads, dim, length=600, rows=70)
+    case = with_float_keys(case)
+    for topk in (1, 8, 33):
+        selected_TK, got_TK = select(case, topk, isa)
+        want_TK = brute_force(scores_TL, topk, case.request.start)
+        assert torch.equal(selected_TK, want_TK)
+        kept = want_TK >= 0
+        rows = torch.arange(70)[:, None].expand_as(want_TK)[kept]
+        assert got_TK[kept].tolist() == [scores_TL[r, p] for r, p in zip(rows, want_TK[kept], strict=True)]
+
+
+@every_isa
+def test_float32_keys_give_a_row_the_same_bits_however_it_is_called(isa: str) -> None:
+    torch.manual_seed(0)
+    case = with_float_keys(random_case(5, 32, length=5000, rows=90))
+    whole = select(case, 16, isa)
+    for threads in (2, 3):
+        assert all(map(torch.equal, select(case, 16, isa, num_threads=threads), whole))
+    start = case.request.start
+    for first, last in ((0, 1), (17, 24), (89, 90)):
+        part = [[ScoredRows(case.request, first, last - first, start + first)]]
+        selected_TK, scores_TK = select(case, 16, isa, part)
+        assert torch.equal(selected_TK[first:last], whole[0][first:last])
+        assert torch.equal(scores_TK[first:last], whole[1][first:last])
 
 
 def test_cpu_01_longfill_isa_forces_one_path_or_says_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
