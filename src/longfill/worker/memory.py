@@ -28,7 +28,7 @@ SELECT_BYTES = 32
 """Bytes that selecting the top-k holds per score of a SELECT_TILE: comparisons, running counts, indices."""
 
 
-BLOCK_BYTES = 96 * 2**20
+BLOCK_BYTES = 128 * 2**20
 """Bytes of queries, their latent form and outputs that a layer's rows hold at once; a step of more rows is cut."""
 MIN_BLOCK_ROWS = 128
 """Rows below which the matrix products of a block would no longer be worth reading their weights."""
@@ -177,7 +177,7 @@ def _fixed_rows(
     sampled = args.max_num_seqs if kernels.native else max(args.max_num_seqs, MIN_ROWS)
     tile_bytes = attention_tile_bytes(sizes.topk, config.kv_lora_rank + config.qk_rope_head_dim)
     block = block_rows(args, config, kernels)
-    activations = tokens * _step_row_bytes(config, kernels) + block * _block_row_bytes(config)
+    activations = tokens * _step_row_bytes(config, kernels) + block * _block_row_bytes(config, kernels)
     rows = [
         MemoryRow("process", process_bytes, "Python, torch and libraries, with room to grow"),
         MemoryRow("weights", weight_bytes, "packed for the kernels" if kernels.native else "memory-mapped"),
@@ -270,7 +270,7 @@ def block_rows(args: EngineArgs, config: ModelConfig, kernels: KernelChoice) -> 
     """
     if kernels.use_workspace:
         return args.max_num_batched_tokens
-    return min(args.max_num_batched_tokens, max(MIN_BLOCK_ROWS, BLOCK_BYTES // _block_row_bytes(config)))
+    return min(args.max_num_batched_tokens, max(MIN_BLOCK_ROWS, BLOCK_BYTES // _block_row_bytes(config, kernels)))
 
 
 def _element_bytes(config: ModelConfig) -> int:
@@ -291,12 +291,15 @@ def _step_row_bytes(config: ModelConfig, kernels: KernelChoice) -> int:
     return size * elements + 4 * fp32
 
 
-def _block_row_bytes(config: ModelConfig) -> int:
+def _block_row_bytes(config: ModelConfig, kernels: KernelChoice) -> int:
     """Bytes that a row holds at most while its block is in work, in the widest of: indexer, attention, MLP."""
     size, heads = _element_bytes(config), config.num_heads
     width = config.kv_lora_rank + config.qk_rope_head_dim
-    attention = size * (config.hidden_size + heads * (2 * config.qk_head_dim + 2 * width + 2 * config.v_head_dim))
-    attention += 4 * heads * config.kv_lora_rank
+    rank, once = config.kv_lora_rank, config.qk_head_dim + width + config.v_head_dim
+    if kernels.native:
+        attention = size * (config.hidden_size + heads * (once + rank))
+    else:  # which copies what it rotates and multiplies, and attends in fp32
+        attention = size * (config.hidden_size + heads * 2 * once) + 4 * heads * rank
     indexer = 0
     if config.indexer is not None:
         indexer = 4 * (4 * config.indexer.num_heads * config.indexer.head_dim + config.hidden_size)
