@@ -242,7 +242,7 @@ def _native_bytes(args: EngineArgs, config: ModelConfig) -> int:
                 num_experts=c.moe.num_experts,
                 experts_per_token=c.moe.experts_per_token,
                 **shape,
-            )  # fmt: skip
+            )
         )
         sizes.append(
             cpu.route_scratch_bytes(
