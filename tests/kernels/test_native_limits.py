@@ -36,7 +36,7 @@ def select(rows: list[tuple[int, int, int, Tensor]], weights: Any = None) -> Ten
     [(MOST, 1, 0), (MOST, 2, 0), (1, 2, 0), (2, 1, 0), (-1, 1, 0), (0, 1, MOST), (0, 1, 2**31 - 1), (0, 2, 2**31 - 2)],
 )
 def test_rows_and_positions_that_would_wrap_are_refused(first_row: int, count: int, position: int) -> None:
-    with pytest.raises(ValueError, match="rows outside the step|does not fit 32 bits"):
+    with pytest.raises(ValueError, match=r"rows outside the step|does not fit 32 bits"):
         select([(first_row, count, position, torch.tensor([0, 1, 2]))])
 
 
@@ -70,7 +70,7 @@ def matrix(n: int = 4, k: int = 4, count: int = 1, block: tuple[int, int] | None
 )
 def test_a_weight_larger_than_its_bytes_is_refused(claims: dict[str, Any]) -> None:
     assert matrix() is not None
-    with pytest.raises(ValueError, match="cover|at most|scale"):
+    with pytest.raises(ValueError, match=r"cover|at most|scale"):
         matrix(**claims)
 
 
