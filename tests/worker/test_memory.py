@@ -22,6 +22,7 @@ from longfill.config import EngineArgs
 from longfill.errors import CapacityError
 from longfill.kernels import cpu, workspace
 from longfill.kernels.cpu import indexer as native_indexer
+from longfill.kernels.interface import ScreenCounts
 from longfill.kernels.reference import attention, indexer
 from longfill.kernels.select import choose_kernels
 from longfill.models.config import ModelConfig
@@ -221,10 +222,12 @@ def test_mem_01_the_indexers_buffers_are_the_plans_at_every_context(
 def native_peaks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Fills, while steps run, with the bytes that each native call took from the system; torch counts none of them."""
     peaks: list[int] = []
-    index_topk: Callable[..., None] = native_indexer.index_topk
+    index_topk: Callable[..., ScreenCounts] = native_indexer.index_topk
 
-    def counted(*args: Any, **kwargs: Any) -> None:
-        peaks.append(count_native(lambda: index_topk(*args, **kwargs)))
+    def counted(*args: Any, **kwargs: Any) -> ScreenCounts:
+        given: list[ScreenCounts] = []
+        peaks.append(count_native(lambda: given.append(index_topk(*args, **kwargs))))
+        return given[0]
 
     monkeypatch.setattr(native_indexer, "index_topk", counted)
     return peaks
@@ -237,10 +240,10 @@ def test_mem_01_native_scores_are_never_written_down(
 ) -> None:
     """What a native call takes is the plan's line, however long the context; the scores would be 4 times that."""
     chunk, longest = 1024, 2**14
-    peaks = native_peaks(monkeypatch)
     llm = started(
         folder, longest, max_num_batched_tokens=chunk, max_num_seqs=1, num_threads=threads, **BACKENDS["native"]
     )
+    peaks = native_peaks(monkeypatch)
     scratch = native_scratch(llm.memory)
     try:
         for length in (2**11, longest):
