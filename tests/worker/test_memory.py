@@ -283,9 +283,9 @@ def test_mem_02_the_worst_step_stays_within_the_plan(
         "all sparse": {"sparse_mla_force_mqa": True, "hf_overrides": {"index_topk": 512}},
     }.get(path, {"attention_path": path})
     args |= BACKENDS[backend]
-    peaks = native_peaks(monkeypatch)
     longest, seqs, budget = 2048, 16, 512
     llm = started(where, longest, max_num_seqs=seqs, max_num_batched_tokens=budget, **args)
+    peaks = native_peaks(monkeypatch)
     chunk = budget - (seqs - 1)
     step = run_step(llm, [(longest - 1 - chunk, chunk), *[(longest - 2, 1)] * (seqs - 1)], logprobs=64)
     assert step.peak <= transient(llm.memory), "more than the plan lists"
