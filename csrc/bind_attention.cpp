@@ -46,6 +46,9 @@ LatentLayout layout_of(const Layout& layout) {
   const LatentLayout checked{latent_format(format), rank, rope_dim, scale, rope_scale};
   require(checked.format == LatentFormat::kFloat32 || checked.row_bytes() % 4 == 0,
           "the rows of this format do not fill whole words at this rank and rope dim");
+  // bf16 products take values in pairs.
+  require(checked.format == LatentFormat::kFloat32 || checked.width() % 2 == 0,
+          "rank + rope dim must be even in this format");
   return checked;
 }
 
@@ -162,6 +165,7 @@ void bind_attention(nb::module_& m) {
   m.def(
       "attention_scratch_bytes",
       [](const std::string& isa, std::int64_t heads, std::int64_t rank, std::int64_t rope_dim, int num_threads) {
+        require(heads >= 1 && rank >= 1 && rope_dim >= 0 && num_threads >= 1, "no shape to attend with");
         return attention_scratch_bytes(isa_named(isa), {heads, rank, rope_dim}, num_threads);
       },
       nb::arg("isa"), nb::arg("heads"), nb::arg("rank"), nb::arg("rope_dim"), nb::arg("num_threads"));

@@ -39,14 +39,20 @@ void require(bool holds, const std::string& what) {
   if (!holds) throw std::invalid_argument("index_topk: " + what);
 }
 
+// Along a dimension of size 1 a stride means nothing, and arrays come with any.
+template <class Array>
+bool adjacent(const Array& array, std::size_t dimension) {
+  return array.stride(dimension) == 1 || array.shape(dimension) <= 1;
+}
+
 std::vector<ScoredRows> checked_rows(const Rows& rows, const ConstBytes3& values, std::int64_t num_rows) {
   const auto num_pages = static_cast<std::int64_t>(values.shape(0));
   const auto page_size = static_cast<std::int64_t>(values.shape(1));
   std::vector<ScoredRows> checked;
   for (const auto& [first_row, count, first_position, pages] : rows) {
-    require(first_row >= 0 && count >= 0 && first_row + count <= num_rows, "rows outside the step");
-    require(first_position >= 0 && first_position + count <= INT32_MAX, "a position does not fit 32 bits");
-    require(pages.stride(0) == 1 || pages.shape(0) <= 1, "page tables must be contiguous");
+    require(first_row >= 0 && count >= 0 && count <= num_rows - first_row, "rows outside the step");
+    require(first_position >= 0 && first_position <= INT32_MAX - count, "a position does not fit 32 bits");
+    require(adjacent(pages, 0), "page tables must be contiguous");
     const std::int64_t needed = (first_position + count + page_size - 1) / page_size;
     require(static_cast<std::int64_t>(pages.shape(0)) >= needed, "a page table is shorter than its context");
     for (std::int64_t i = 0; i < needed; ++i)
@@ -83,21 +89,21 @@ std::tuple<std::int64_t, std::int64_t, std::int64_t> index_topk_py(
   require(dim >= 16 && dim % 16 == 0 && dim <= 4096, "dim must be a multiple of 16, at most 4096");
   require(k >= 1, "k must be at least 1");
   require(num_threads >= 1, "num_threads must be at least 1");
-  require(queries.stride(2) == 1 && queries.stride(1) == dim, "a row of queries must be contiguous");
+  require(queries.stride(2) == 1 && (queries.stride(1) == dim || heads == 1), "a row of queries must be contiguous");
   require(static_cast<std::int64_t>(weights.shape(0)) == num_rows &&
-              static_cast<std::int64_t>(weights.shape(1)) == heads && weights.stride(1) == 1,
+              static_cast<std::int64_t>(weights.shape(1)) == heads && adjacent(weights, 1),
           "weights must be [rows, heads] with contiguous rows");
   const std::int64_t key_bytes = scales.has_value() ? dim : 4 * dim;
   require(static_cast<std::int64_t>(values.shape(2)) == key_bytes && values.stride(2) == 1 && values.shape(1) >= 1,
           "keys must be [pages, page size, bytes of dim values] with contiguous keys");
   require(!scales.has_value() || (scales->shape(0) == values.shape(0) && scales->shape(1) == values.shape(1)),
           "a key needs one scale");
-  require(static_cast<std::int64_t>(selection.shape(0)) == num_rows && selection.stride(1) == 1,
+  require(static_cast<std::int64_t>(selection.shape(0)) == num_rows && adjacent(selection, 1),
           "the selection must be [rows, k] with contiguous rows");
   Selection out{selection.data(), selection.stride(0), nullptr, 0, k};
   if (scores.has_value()) {
     require(static_cast<std::int64_t>(scores->shape(0)) == num_rows &&
-                static_cast<std::int64_t>(scores->shape(1)) == k && scores->stride(1) == 1,
+                static_cast<std::int64_t>(scores->shape(1)) == k && adjacent(*scores, 1),
             "scores must have the selection's shape and contiguous rows");
     out.scores = scores->data();
     out.score_stride = scores->stride(0);
@@ -152,6 +158,7 @@ void bind_index(nb::module_& m) {
       "index_topk_scratch_bytes",
       [](const std::string& isa, bool fp8_keys, int heads, int dim, std::int64_t k, const std::string& screen,
          int num_threads) {
+        require(heads >= 1 && dim >= 16 && k >= 1 && num_threads >= 1, "heads, dim, k and num_threads are no shape");
         const Isa chosen = isa_for_keys(isa, fp8_keys);
         return index_topk_scratch_bytes(chosen, {heads, dim, k}, screen_mode(screen, chosen), num_threads);
       },

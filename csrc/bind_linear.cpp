@@ -65,8 +65,12 @@ Element element_of(const Array& array, const char* name) {
   return Element::kBfloat16;
 }
 
+// Of a weight's sides: its bytes are then counted in 64 bits without a wrap.
+constexpr std::int64_t kMostSize = std::int64_t{1} << 29;
+
 Layout checked_layout(const Isa& isa, const std::string& format, bool bf16, std::int64_t n, std::int64_t k) {
   require(n >= 1 && k >= 1, "a weight needs at least one input and one output");
+  require(n <= kMostSize && k <= kMostSize, "a weight has at most 2^29 inputs and outputs");
   const Layout layout(isa, format_named(format), bf16, n, k);
   require(!(layout.format == Format::kFloat32 && bf16), "float32 weights are for products in float32");
   return layout;
@@ -94,7 +98,8 @@ Weight make_weight(const std::string& isa_name, const std::string& format, bool 
   const Isa& isa = isa_named(isa_name);
   const Layout layout = checked_layout(isa, format, bf16, n, k);
   const std::int64_t stride = matrix_stride(layout);
-  require(count >= 1 && adjacent(data, 0) && size(data, 0) >= (count - 1) * stride + layout.bytes(),
+  require(count >= 1 && adjacent(data, 0) && size(data, 0) >= layout.bytes() &&
+              count - 1 <= (size(data, 0) - layout.bytes()) / stride,
           "the packed bytes do not cover the weight");
   require(reinterpret_cast<std::uintptr_t>(data.data()) % kAlign == 0, "packed bytes must start at a multiple of 64");
   const PackedMatrix matrix{layout, reinterpret_cast<const char*>(data.data()), bf16};
@@ -105,7 +110,7 @@ Weight make_weight(const std::string& isa_name, const std::string& format, bool 
     std::tie(m.block_n, m.block_k) = block;
     require(count == 1, "fp8 weights are packed one by one");
     require(m.block_n >= 1 && m.block_k >= 1, "a block of scales must not be empty");
-    require(size(*scale, 0) >= (n + m.block_n - 1) / m.block_n && size(*scale, 1) >= (k + m.block_k - 1) / m.block_k &&
+    require(size(*scale, 0) > (n - 1) / m.block_n && size(*scale, 1) > (k - 1) / m.block_k &&
                 adjacent(*scale, 1),
             "there must be a scale a block, with contiguous rows");
     m.scale = scale->data();
@@ -187,10 +192,17 @@ void per_head_py(const Weight& weight, const Any3& x, const Any3& out, int num_t
 // (gate, up, down)
 using MlpWeights = std::tuple<const Weight*, const Weight*, const Weight*>;
 
+const Isa& isa_of(const MlpWeights& weights) {
+  require(std::get<0>(weights) != nullptr, "a block needs its gate, up and down");
+  return std::get<0>(weights)->isa;
+}
+
 Mlp checked_mlp(const MlpWeights& weights, const Isa& isa, std::int64_t width) {
   const auto [gate, up, down] = weights;
-  for (const Weight* weight : {gate, up, down})
+  for (const Weight* weight : {gate, up, down}) {
+    require(weight != nullptr, "a block needs its gate, up and down");
     require(weight->count == 1 && &weight->isa == &isa, "the weights of a block must share an instruction set");
+  }
   const Layout& g = gate->matrix.layout;
   const Layout& u = up->matrix.layout;
   const Layout& d = down->matrix.layout;
@@ -202,7 +214,7 @@ Mlp checked_mlp(const MlpWeights& weights, const Isa& isa, std::int64_t width) {
 
 void mlp_py(const MlpWeights& weights, const Any2& x, const Any2& out, int num_threads) {
   require(num_threads >= 1, "num_threads must be at least 1");
-  const Isa& isa = std::get<0>(weights)->isa;
+  const Isa& isa = isa_of(weights);
   const Mlp checked = checked_mlp(weights, isa, size(x, 1));
   const Activations from = rows_of(x, size(x, 1), "x");
   const Output to = output_of(out, size(x, 0), size(x, 1));
@@ -215,7 +227,7 @@ void experts_py(const std::vector<MlpWeights>& weights, const std::optional<MlpW
                 const Floats2& factors, const Any2& x, const Any2& out, int num_threads) {
   require(num_threads >= 1, "num_threads must be at least 1");
   require(!weights.empty(), "there must be an expert");
-  const Isa& isa = std::get<0>(weights.front())->isa;
+  const Isa& isa = isa_of(weights.front());
   const std::int64_t rows = size(x, 0);
   const std::int64_t width = size(x, 1);
   std::vector<Mlp> checked;
@@ -275,6 +287,10 @@ void route_py(const Weight& router, const std::optional<Floats1>& bias, const st
   route(router.isa, router.matrix, bias_data, choice, from, rows, to, to_weights, num_threads);
 }
 
+void require_call(std::int64_t rows, int num_threads) {
+  require(rows >= 0 && num_threads >= 1, "a call has 0 or more rows and at least 1 thread");
+}
+
 // A weight that is all shape, for sizes.
 PackedMatrix shape_of(const Isa& isa, bool bf16, std::int64_t n, std::int64_t k) {
   return {checked_layout(isa, "bfloat16", bf16, n, k), nullptr, bf16};
@@ -283,6 +299,8 @@ PackedMatrix shape_of(const Isa& isa, bool bf16, std::int64_t n, std::int64_t k)
 std::int64_t experts_scratch_py(const std::string& isa_name, bool bf16, std::int64_t width, std::int64_t inner,
                                 std::int64_t shared_inner, std::int64_t num_experts, std::int64_t k, std::int64_t rows,
                                 int num_threads) {
+  require_call(rows, num_threads);
+  require(num_experts >= 1 && k >= 1 && shared_inner >= 0, "there must be an expert");
   const Isa& isa = isa_named(isa_name);
   const PackedMatrix in = shape_of(isa, bf16, inner, width);
   const PackedMatrix out = shape_of(isa, bf16, width, inner);
@@ -301,18 +319,21 @@ std::int64_t packed_bytes_py(const std::string& isa, const std::string& format, 
 
 std::int64_t linear_scratch_py(const std::string& name, bool bf16, std::int64_t n, std::int64_t k, std::int64_t rows,
                                int num_threads) {
+  require_call(rows, num_threads);
   const Isa& isa = isa_named(name);
   return linear_scratch_bytes(isa, shape_of(isa, bf16, n, k).layout, rows, num_threads);
 }
 
 std::int64_t per_head_scratch_py(const std::string& name, bool bf16, std::int64_t n, std::int64_t k, std::int64_t rows,
                                  int num_threads) {
+  require_call(rows, num_threads);
   const Isa& isa = isa_named(name);
   return per_head_scratch_bytes(isa, shape_of(isa, bf16, n, k).layout, rows, num_threads);
 }
 
 std::int64_t mlp_scratch_py(const std::string& name, bool bf16, std::int64_t width, std::int64_t inner,
                             std::int64_t rows, int num_threads) {
+  require_call(rows, num_threads);
   const Isa& isa = isa_named(name);
   const PackedMatrix in = shape_of(isa, bf16, inner, width);
   const PackedMatrix out = shape_of(isa, bf16, width, inner);
@@ -321,6 +342,7 @@ std::int64_t mlp_scratch_py(const std::string& name, bool bf16, std::int64_t wid
 
 std::int64_t route_scratch_py(const std::string& name, std::int64_t experts, std::int64_t width, std::int64_t rows,
                               int num_threads) {
+  require_call(rows, num_threads);
   const Isa& isa = isa_named(name);
   return route_scratch_bytes(isa, shape_of(isa, false, experts, width).layout, rows, num_threads);
 }

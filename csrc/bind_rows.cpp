@@ -256,7 +256,13 @@ void bind_rows(nb::module_& m) {
         nb::arg("out_weights").noconvert(), nb::arg("num_threads"));
   m.def("rotate", &rotate_py, nb::arg("isa"), nb::arg("x").noconvert(), nb::arg("cos").noconvert(),
         nb::arg("sin").noconvert(), nb::arg("interleaved"), nb::arg("out").noconvert(), nb::arg("num_threads"));
-  m.def("row_scratch_bytes", &row_scratch_bytes, nb::arg("width"), nb::arg("num_threads"));
+  m.def(
+      "row_scratch_bytes",
+      [](std::int64_t width, int num_threads) {
+        require(width >= 0 && num_threads >= 1, "a row has 0 or more values, a call at least 1 thread");
+        return row_scratch_bytes(width, num_threads);
+      },
+      nb::arg("width"), nb::arg("num_threads"));
 }
 
 }  // namespace longfill

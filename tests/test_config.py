@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from longfill.config import EngineArgs, cgroup_cpu_count, cgroup_memory_limit, choices_of
+from longfill import config
+from longfill.config import (
+    EngineArgs,
+    cgroup_cpu_count,
+    cgroup_memory_limit,
+    choices_of,
+    default_threads,
+    physical_core_count,
+)
 from longfill.errors import ConfigError
 
 MACHINE = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -142,3 +151,53 @@ def test_less_than_a_core_is_one(tmp_path: Path) -> None:
     cgroups = Cgroups(tmp_path, "0::/")
     cgroups.put("cpu.max", "50000 100000")
     assert cgroups.cpus == 1
+
+
+def put_system(folder: Path, nodes: list[str], siblings: list[str]) -> Path:
+    """The kernel's description of a machine: each node's CPUs, and the hardware threads of each CPU's core."""
+    for node, cpus in enumerate(nodes):
+        (folder / f"node/node{node}").mkdir(parents=True)
+        (folder / f"node/node{node}/cpulist").write_text(cpus + "\n")
+    for cpu, threads in enumerate(siblings):
+        (folder / f"cpu/cpu{cpu}/topology").mkdir(parents=True)
+        (folder / f"cpu/cpu{cpu}/topology/thread_siblings_list").write_text(threads + "\n")
+    return folder
+
+
+SIBLINGS = ["0,4", "1,5", "2,6", "3,7", "0,4", "1,5", "2,6", "3,7"]
+"""Four cores of two threads, numbered as Linux does: the second threads come after all first ones."""
+
+
+@pytest.mark.parametrize(
+    ("nodes", "siblings", "affinity", "cores"),
+    [
+        (["0-7"], [str(cpu) for cpu in range(8)], range(8), 8),
+        (["0-7"], SIBLINGS, range(8), 4),
+        (["0-7"], ["0-1", "0-1", "2-3", "2-3", "4-5", "4-5", "6-7", "6-7"], range(8), 4),
+        (["0-1,4-5", "2-3,6-7"], SIBLINGS, range(8), 2),
+        (["0-1,4-5", "2-3,6-7"], SIBLINGS, (0, 4, 2, 3), 2),  # one core of the first node, two of the second
+        (["0-1,4-5", "2-3,6-7"], SIBLINGS, (1, 5), 1),
+        (["0-7", ""], SIBLINGS, range(8), 4),  # a node of memory alone
+        (["0-3"], SIBLINGS[:4], (5, 6, 7), 3),  # not described
+        ([], [], range(8), 8),
+    ],
+)
+def test_cpu_01_a_core_counts_once_and_only_one_nodes_cores_count(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    nodes: list[str],
+    siblings: list[str],
+    affinity: Iterable[int],
+    cores: int,
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(affinity))
+    assert physical_core_count(put_system(tmp_path, nodes, siblings)) == cores
+
+
+@pytest.mark.parametrize(("quota_cores", "physical", "threads"), [(2, 4, 2), (8, 4, 4), (3, 3, 3)])
+def test_cpu_01_threads_default_to_the_fewer_of_quota_and_cores(
+    monkeypatch: pytest.MonkeyPatch, quota_cores: int, physical: int, threads: int
+) -> None:
+    monkeypatch.setattr(config, "cgroup_cpu_count", lambda: quota_cores)
+    monkeypatch.setattr(config, "physical_core_count", lambda: physical)
+    assert default_threads() == threads

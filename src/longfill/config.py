@@ -31,6 +31,7 @@ page cache, other processes and the fragmentation of the allocator."""
 
 CGROUP_ROOT = Path("/sys/fs/cgroup")
 CGROUP_MEMBERSHIP = Path("/proc/self/cgroup")
+SYSTEM = Path("/sys/devices/system")
 
 
 def _knob(default: Any, help: str, *, unit: str = "", low: float | None = None, high: float | None = None) -> Any:
@@ -92,7 +93,9 @@ class EngineArgs:
         512, "Most memory that one query chunk's indexer scores take", unit="MiB", low=1, high=65536
     )
 
-    num_threads: int | None = _knob(None, "Compute threads (default: the cgroup's CPU quota)", low=1, high=1024)
+    num_threads: int | None = _knob(
+        None, "Compute threads (default: the cores of one NUMA node, within the cgroup's CPU quota)", low=1, high=1024
+    )
     digest: bool = _knob(False, "Hash the sampled rows' fp32 logits into RequestOutput.digest")
 
     def __post_init__(self) -> None:
@@ -206,6 +209,34 @@ def cgroup_cpu_count(root: Path = CGROUP_ROOT, membership: Path = CGROUP_MEMBERS
         if len(quota) == 2 and all(text.isdigit() for text in quota) and int(quota[1]) > 0:
             cores = min(cores, max(1, int(quota[0]) // int(quota[1])))
     return cores
+
+
+def physical_core_count(system: Path = SYSTEM) -> int:
+    """Cores of the affinity mask in the NUMA node that has most of them, each counted once whatever its threads.
+
+    Hardware threads of a core share its multipliers, and threads on two nodes wait for memory across the link.
+    `system` is the kernel's description; a CPU that it does not mention is a core of its own.
+    """
+    allowed = set(os.sched_getaffinity(0))
+    nodes = [allowed & _cpu_list(_read_text(file)) for file in (system / "node").glob("node[0-9]*/cpulist")]
+    nodes.append(allowed.difference(*nodes))
+    return max(len({_core_of(cpu, system) for cpu in node}) for node in nodes)
+
+
+def default_threads() -> int:
+    """Compute threads where nobody names a number: `physical_core_count`, cut by `cgroup_cpu_count`."""
+    return min(cgroup_cpu_count(), physical_core_count())
+
+
+def _core_of(cpu: int, system: Path) -> int:
+    """The first hardware thread of the CPU's core."""
+    return min(_cpu_list(_read_text(system / f"cpu/cpu{cpu}/topology/thread_siblings_list")) | {cpu})
+
+
+def _cpu_list(text: str) -> set[int]:
+    """`"0-2,8"` -> {0, 1, 2, 8}."""
+    ranges = [part.partition("-") for part in text.split(",") if part]
+    return {cpu for first, _, last in ranges for cpu in range(int(first), int(last or first) + 1)}
 
 
 def _cgroup_folders(controller: str, root: Path, membership: Path) -> list[Path]:

@@ -19,3 +19,7 @@ class CapacityError(LongfillError):
 
 class RequestError(LongfillError):
     """A request that cannot be served as asked (too long, bad sampling parameters); the engine goes on."""
+
+
+class KernelError(LongfillError):
+    """A compute kernel that does not give on this machine what defines it."""

@@ -11,7 +11,7 @@ from tests.native import needs_native
 from torch import Tensor
 
 from longfill.kernels import cpu
-from longfill.kernels.cpu import attention
+from longfill.kernels.cpu import attention as native
 from longfill.kernels.interface import LatentCache, RequestRows
 from longfill.kernels.reference import attention as reference
 from longfill.kernels.reference.quant import encode_latent
@@ -86,7 +86,7 @@ def sparse(
     scale: float = SCALE,
 ) -> Tensor:
     out_THR = torch.full((*q_THX.shape[:2], cache.rank), NAN, dtype=dtype)
-    attention.sparse_mla(
+    native.sparse_mla(
         q_THX, cache, request, selection_TK, scale, out_THR, context_LX=context_LX, num_threads=num_threads, isa=isa
     )
     return out_THR
@@ -104,7 +104,7 @@ def dense(
 ) -> tuple[Tensor, Tensor]:
     out_THR = torch.full((*q_THX.shape[:2], cache.rank), NAN)
     lse_TH = torch.full(q_THX.shape[:2], NAN)
-    attention.dense_mla(
+    native.dense_mla(
         q_THX, cache, request, first_position, scale, out_THR, lse_TH=lse_TH, num_threads=num_threads, isa=isa
     )
     return out_THR, lse_TH
@@ -235,7 +235,7 @@ def test_pages_and_a_gathered_context_give_the_same_bits(isa: str, cache_format:
                 continue  # would round the keys
             room_LX = torch.full((length + 2, cache.rank + cache.rope_dim + 3), NAN, dtype=context_dtype)
             context_LX = room_LX[1:-1, 1:-2]
-            attention.gather_rows(cache, request, context_LX, num_threads=1, isa=isa)
+            native.gather_rows(cache, request, context_LX, num_threads=1, isa=isa)
             gathered = sparse(q_THX, cache, request, selection_TK, isa=isa, context_LX=context_LX)
             assert_same_bits(gathered, paged)
 
@@ -251,7 +251,7 @@ def test_gathered_rows_are_the_decoded_ones_and_nothing_else_is_written(
         room_LX = torch.full((length + 2, cache.rank + cache.rope_dim + 2), 7.0, dtype=dtype)
         want_LX = room_LX.clone()
         reference.gather_rows(cache, request, want_LX[1:-1, 1:-1])
-        attention.gather_rows(cache, request, room_LX[1:-1, 1:-1], num_threads=2, isa=isa)
+        native.gather_rows(cache, request, room_LX[1:-1, 1:-1], num_threads=2, isa=isa)
         assert torch.equal(room_LX, want_LX)
 
 
@@ -264,7 +264,7 @@ def test_every_byte_of_e4m3_decodes_under_every_scale(isa: str) -> None:
         for dtype in (torch.float32, torch.bfloat16):
             want_LX, got_LX = torch.empty(1, 256, dtype=dtype), torch.full((1, 256), 7.0, dtype=dtype)
             reference.gather_rows(cache, request, want_LX)
-            attention.gather_rows(cache, request, got_LX, num_threads=1, isa=isa)
+            native.gather_rows(cache, request, got_LX, num_threads=1, isa=isa)
             assert torch.equal(got_LX.nan_to_num(nan=7e7), want_LX.nan_to_num(nan=7e7)), scale
 
 
@@ -397,7 +397,7 @@ def test_strides_and_dtypes_of_rows(isa: str) -> None:
     want = sparse(q_THX.contiguous(), cache, request, selection_TK[:, :70].contiguous(), isa=isa)
     out_HTR = torch.full((heads, rows + 1, cache.rank + 2), 7.0)
     out_THR = out_HTR[:, 1:, 1:-1].transpose(0, 1)
-    attention.sparse_mla(q_THX, cache, request, selection_TK[:, :70], SCALE, out_THR, num_threads=2, isa=isa)
+    native.sparse_mla(q_THX, cache, request, selection_TK[:, :70], SCALE, out_THR, num_threads=2, isa=isa)
     assert_same_bits(out_THR.contiguous(), want)
     out_THR.fill_(7.0)
     assert out_HTR.eq(7.0).all()
@@ -414,7 +414,7 @@ def test_what_does_not_fit_together_is_refused() -> None:
         arguments = {"q": q_THX, "cache": cache, "request": request, "selection": selection_TK, "scale": SCALE}
         arguments |= {"out": out_THR, "context": None, "threads": 1} | changed
         with pytest.raises(ValueError, match=match):
-            attention.sparse_mla(
+            native.sparse_mla(
                 *(arguments[name] for name in ("q", "cache", "request", "selection", "scale", "out")),  # type: ignore[arg-type]
                 context_LX=arguments["context"],  # type: ignore[arg-type]
                 num_threads=arguments["threads"],  # type: ignore[arg-type]
@@ -437,16 +437,16 @@ def test_what_does_not_fit_together_is_refused() -> None:
     refused("pool must be", cache=replace(cache, rank=cache.rank + 4))
     refused("unknown latent cache format", cache=replace(cache, format="int4"))
     with pytest.raises(ValueError, match="shorter than the context"):
-        attention.dense_mla(q_THX, cache, request, 31, SCALE, out_THR, num_threads=1)
+        native.dense_mla(q_THX, cache, request, 31, SCALE, out_THR, num_threads=1)
     with pytest.raises(ValueError, match="no room"):
-        attention.gather_rows(cache, request, torch.empty(29, cache.rank + cache.rope_dim), num_threads=1)
+        native.gather_rows(cache, request, torch.empty(29, cache.rank + cache.rope_dim), num_threads=1)
     few_pages = replace(request, pages=request.pages[:2])
     with pytest.raises(ValueError, match="shorter than the context"):
-        attention.gather_rows(cache, few_pages, torch.empty(30, cache.rank + cache.rope_dim), num_threads=1)
+        native.gather_rows(cache, few_pages, torch.empty(30, cache.rank + cache.rope_dim), num_threads=1)
 
 
 @every_isa
 def test_scratch_grows_with_threads_and_shapes_only(isa: str) -> None:
-    one = attention.attention_scratch_bytes(heads=64, rank=512, rope_dim=64, num_threads=1, isa=isa)
-    assert attention.attention_scratch_bytes(heads=64, rank=512, rope_dim=64, num_threads=3, isa=isa) == 3 * one
-    assert attention.attention_scratch_bytes(heads=4, rank=128, rope_dim=32, num_threads=1, isa=isa) < one < 2**20
+    one = cpu.attention_scratch_bytes(heads=64, rank=512, rope_dim=64, num_threads=1, isa=isa)
+    assert cpu.attention_scratch_bytes(heads=64, rank=512, rope_dim=64, num_threads=3, isa=isa) == 3 * one
+    assert cpu.attention_scratch_bytes(heads=4, rank=128, rope_dim=32, num_threads=1, isa=isa) < one < 2**20

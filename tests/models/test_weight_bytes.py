@@ -21,6 +21,10 @@ KINDS: dict[str, dict[str, Any]] = {
     "bfloat16": {"dtype": torch.bfloat16},
     "fp8": {"fp8": True, "dtype": torch.bfloat16},
     "tied": {"tie_word_embeddings": True},
+    "float16": {"dtype": torch.float16},
+    "draft layer": {"mtp": 1, "fp8": True, "dtype": torch.bfloat16},
+    "biases": {"attention_bias": True, "dtype": torch.bfloat16},
+    "odd sizes": {"hidden_size": 72, "intermediate_size": 100, "moe_intermediate_size": 36, "vocab_size": 515},
 }
 
 
@@ -36,3 +40,13 @@ def test_headers_tell_what_loading_takes(tmp_path: Path, family: str, kind: str,
     for dtype in (torch.float32, torch.bfloat16):
         weights = load_model(tmp_path, config, dtype, backend)
         assert weight_bytes(tmp_path, config, dtype, backend) == weights.num_bytes
+
+
+@pytest.mark.parametrize("backend", BACKENDS, ids=["reference", "native"])
+def test_indexers_that_nobody_loads_take_nothing(tmp_path: Path, backend: Backend) -> None:
+    """DeepSeek's class stores an indexer in layers that the config marks shared, too."""
+    make_checkpoint(tmp_path, "deepseek_v32", indexer_types=["full", "shared", "full", "shared"])
+    config = ModelConfig.from_folder(tmp_path)
+    weights = load_model(tmp_path, config, torch.bfloat16, backend)
+    assert [layer.attention.indexer is None for layer in weights.layers] == [False, True, False, True]
+    assert weight_bytes(tmp_path, config, torch.bfloat16, backend) == weights.num_bytes

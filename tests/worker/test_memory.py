@@ -225,9 +225,9 @@ def native_peaks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     index_topk: Callable[..., ScreenCounts] = native_indexer.index_topk
 
     def counted(*args: Any, **kwargs: Any) -> ScreenCounts:
-        results: list[ScreenCounts] = []
-        peaks.append(count_native(lambda: results.append(index_topk(*args, **kwargs))))
-        return results[0]
+        given: list[ScreenCounts] = []
+        peaks.append(count_native(lambda: given.append(index_topk(*args, **kwargs))))
+        return given[0]
 
     monkeypatch.setattr(native_indexer, "index_topk", counted)
     return peaks
@@ -240,10 +240,10 @@ def test_mem_01_native_scores_are_never_written_down(
 ) -> None:
     """What a native call takes is the plan's line, however long the context; the scores would be 4 times that."""
     chunk, longest = 1024, 2**14
-    peaks = native_peaks(monkeypatch)
     llm = started(
         folder, longest, max_num_batched_tokens=chunk, max_num_seqs=1, num_threads=threads, **BACKENDS["native"]
     )
+    peaks = native_peaks(monkeypatch)
     scratch = native_scratch(llm.memory)
     try:
         for length in (2**11, longest):
@@ -283,9 +283,9 @@ def test_mem_02_the_worst_step_stays_within_the_plan(
         "all sparse": {"sparse_mla_force_mqa": True, "hf_overrides": {"index_topk": 512}},
     }.get(path, {"attention_path": path})
     args |= BACKENDS[backend]
-    peaks = native_peaks(monkeypatch)
     longest, seqs, budget = 2048, 16, 512
     llm = started(where, longest, max_num_seqs=seqs, max_num_batched_tokens=budget, **args)
+    peaks = native_peaks(monkeypatch)
     chunk = budget - (seqs - 1)
     step = run_step(llm, [(longest - 1 - chunk, chunk), *[(longest - 2, 1)] * (seqs - 1)], logprobs=64)
     assert step.peak <= transient(llm.memory), "more than the plan lists"

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from longfill import __version__
-from longfill.config import cgroup_cpu_count, cgroup_memory_limit
+from longfill.config import cgroup_memory_limit, default_threads
 from longfill.kernels.cpu import isa_names
 
 CPU_INFO = Path("/proc/cpuinfo")
@@ -19,7 +19,7 @@ def describe_machine() -> dict[str, Any]:
     """Processor, cores, memory and versions, as `--json` prints them."""
     return {
         "processor": processor_name(),
-        "cores": cgroup_cpu_count(),
+        "cores": default_threads(),
         "memory_bytes": cgroup_memory_limit(),
         "instruction_sets": list(isa_names()),
         "system": f"{platform.system()} {platform.machine()}",

@@ -18,7 +18,7 @@ import typer
 
 from longfill.cli.console import duration, print_json, size, stderr
 from longfill.cli.flags import JsonFlag, engine_flags
-from longfill.config import EngineArgs, cgroup_cpu_count, parse_bytes
+from longfill.config import EngineArgs, default_threads, parse_bytes
 from longfill.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ app = typer.Typer(help="Measure kernels and prefill on this machine.", rich_mark
 @app.command("kernels")
 def kernels(
     threads: Annotated[
-        str | None, typer.Option(help="Thread counts, separated by commas (default: 1 and the cgroup's CPU quota)")
+        str | None, typer.Option(help="Thread counts, separated by commas (default: 1 and the engine's own)")
     ] = None,
     kernel: Annotated[list[str] | None, typer.Option(help="Only this kernel; repeatable")] = None,
     case: Annotated[str, typer.Option(help="Only cases that have this in their name")] = "",
@@ -51,7 +51,7 @@ def kernels(
     as_json: JsonFlag = False,
 ) -> int:
     """Measure the machine's ceilings, then each kernel against the one that binds it, and against torch."""
-    counts = _counts("--threads", threads) if threads else sorted({1, cgroup_cpu_count()})
+    counts = _counts("--threads", threads) if threads else sorted({1, default_threads()})
     chosen = _isa(isa)
     _check_plot(plot)
 
@@ -124,7 +124,7 @@ def prefill(
         plan = PrefillPlan(
             folder=folder,
             engine=engine if preset is None else dataclasses.replace(engine, hf_overrides=None),
-            threads=engine.num_threads or cgroup_cpu_count(),
+            threads=engine.num_threads or default_threads(),
             lengths=_possible(measured, folder, engine if preset is None else None),
             peers=peers,
             scratch=scratch,

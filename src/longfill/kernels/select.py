@@ -6,13 +6,14 @@ May import the backends. Invariant: no other file chooses a kernel, and a choice
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
 from longfill.config import EngineArgs
 from longfill.errors import ConfigError
 from longfill.kernels.backend import Backend
-from longfill.kernels.cpu import NativeBackend, available, check_screen, describe, selected_isa
+from longfill.kernels.cpu import NativeBackend, available, check_screen, describe, selected_isa, self_test
 from longfill.kernels.reference.backend import ReferenceBackend
 
 HEAD_DIM_STEP = 16
@@ -86,7 +87,19 @@ def choose_kernels(
 
 
 def make_backends(choice: KernelChoice, dtype: torch.dtype, num_threads: int) -> tuple[Backend, Backend]:
-    """The backend of everything but `index_topk`, and the one of `index_topk`."""
+    """The backend of everything but `index_topk`, and the one of `index_topk`.
+
+    Raises KernelError where a native kernel is wrong on this machine.
+    """
     reference = ReferenceBackend()
-    native = NativeBackend(dtype, num_threads, choice.screen) if choice.native or choice.native_index else reference
+    if not (choice.native or choice.native_index):
+        return reference, reference
+    _check_once(dtype)
+    native = NativeBackend(dtype, num_threads, choice.screen)
     return native if choice.native else reference, native if choice.native_index else reference
+
+
+@cache
+def _check_once(dtype: torch.dtype) -> None:
+    """Compare the native kernels with the reference, the first time that a process runs a model of this dtype."""
+    self_test(ReferenceBackend(), dtype)

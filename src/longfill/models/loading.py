@@ -64,8 +64,11 @@ def weight_bytes(folder: str | Path, config: ModelConfig, dtype: torch.dtype, ba
     """Bytes that the weights of `folder` take once loaded in `dtype`, from the files' headers alone.
 
     fp8 weights stay as stored, with float32 scales, but for kv_b, which is kept dequantised for the absorbed form.
+    Indexers of layers that share another's selection are not loaded.
     """
-    entries = [entry for shard in Checkpoint.open(folder).shards for entry in shard.tensors.values()]
+    spare = re.compile("|".join(_shared_indexers(config)) or "(?!)")
+    stored = [entry for shard in Checkpoint.open(folder).shards for entry in shard.tensors.values()]
+    entries = [entry for entry in stored if not spare.fullmatch(entry.name)]
     return sum(_entry_bytes(entry, config, dtype, backend) for entry in entries) + _tied_bytes(
         entries, config, dtype, backend
     )
@@ -82,7 +85,8 @@ def _entry_bytes(entry: TensorEntry, config: ModelConfig, dtype: torch.dtype, ba
     if entry.name.endswith("_scale_inv"):
         return 4 * count
     stored = dtype if entry.dtype in _FLOATS else torch.float8_e4m3fn
-    if _KEPT_FLOAT32.search(entry.name):
+    # Sums are float32, and packed weights keep what is added to them in that form.
+    if _KEPT_FLOAT32.search(entry.name) or (backend.copies and entry.name.endswith(".bias")):
         stored = torch.float32
     if len(entry.shape) < 2 or entry.name.endswith("embed_tokens.weight"):
         return stored.itemsize * count
@@ -138,16 +142,17 @@ class _Loader:
                 )
             return self.backend.pack(tied)
         head = self.stored("lm_head", c.vocab_size, c.hidden_size)
-        if not c.tie_word_embeddings:
-            return self.backend.pack(head)
-        if head.scale is None and torch.equal(head.weight, embed):
-            return self.backend.pack(tied)
-        logger.warning(
-            "%s: tie_word_embeddings is true but the stored lm_head.weight differs from the embedding; "
-            "the stored head is used",
-            self.checkpoint.entry(name).file,
-        )
-        return self.backend.pack(head)
+        if c.tie_word_embeddings and head.scale is None and torch.equal(head.weight, embed):
+            head = tied
+        elif c.tie_word_embeddings:
+            logger.warning(
+                "%s: tie_word_embeddings is true but the stored lm_head.weight differs from the embedding; "
+                "the stored head is used",
+                self.checkpoint.entry(name).file,
+            )
+        packed = self.backend.pack(head)
+        self.copied(name)
+        return packed
 
     def layer(self, index: int, *, is_moe: bool, has_indexer: bool) -> LayerWeights:
         c, prefix = self.config, f"model.layers.{index}"
@@ -286,7 +291,11 @@ class _Loader:
         """A tensor that is never quantised, in `dtype` (default: the model's)."""
         if self.checkpoint.entry(name).dtype not in _FLOATS:
             raise self.wrong_dtype(name, "expected float32, float16 or bfloat16")
-        return self.checkpoint.take(name, shape).to(dtype or self.dtype)
+        stored = self.checkpoint.take(name, shape)
+        converted = stored.to(dtype or self.dtype)
+        if converted.dtype != stored.dtype:
+            self.checkpoint.release(name)
+        return converted
 
     def kept_float32(self, name: str, out_size: int, in_size: int) -> Linear:
         """A weight whose products stay in float32, whatever the model's dtype."""

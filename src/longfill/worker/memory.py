@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from longfill.cache.layout import RecordLayout
-from longfill.config import DEFAULT_MEMORY_SHARE, EngineArgs, cgroup_cpu_count, cgroup_memory_limit, parse_bytes
+from longfill.config import DEFAULT_MEMORY_SHARE, EngineArgs, cgroup_memory_limit, default_threads, parse_bytes
 from longfill.errors import CapacityError
 from longfill.kernels import cpu
 from longfill.kernels.reference.linear import DEQUANT_ROWS, MIN_ROWS
@@ -209,7 +209,7 @@ def _fixed_rows(
 def _native_index_bytes(args: EngineArgs, config: ModelConfig, kernels: KernelChoice, index_format: str) -> int:
     indexer = config.indexer
     assert indexer is not None
-    threads = args.num_threads or cgroup_cpu_count()
+    threads = args.num_threads or default_threads()
     return cpu.scratch_bytes(
         heads=indexer.num_heads, dim=indexer.head_dim, topk=indexer.topk, num_threads=threads,
         screen=kernels.screen, index_format=index_format,
@@ -218,7 +218,7 @@ def _native_index_bytes(args: EngineArgs, config: ModelConfig, kernels: KernelCh
 
 def _native_bytes(args: EngineArgs, config: ModelConfig) -> int:
     """The most that one native call but `index_topk` takes for itself; there is one at a time."""
-    threads, rows = args.num_threads or cgroup_cpu_count(), args.max_num_batched_tokens
+    threads, rows = args.num_threads or default_threads(), args.max_num_batched_tokens
     shape = {"num_rows": rows, "compute_dtype": getattr(torch, config.dtype), "num_threads": threads}
     c, hidden = config, config.hidden_size
     sizes = [

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from longfill.cache.layout import RecordLayout
-from longfill.config import EngineArgs, cache_formats, cgroup_cpu_count
+from longfill.config import EngineArgs, cache_formats, default_threads
 from longfill.kernels.interface import ScreenCounts
 from longfill.kernels.select import choose_kernels, make_backends
 from longfill.kernels.workspace import Workspace
@@ -60,7 +60,7 @@ class Worker:
     """Loads a model folder and runs steps. Raises ModelError, ConfigError or CapacityError before any work."""
 
     def __init__(self, args: EngineArgs, folder: Path, config: ModelConfig) -> None:
-        threads = args.num_threads or cgroup_cpu_count()
+        threads = args.num_threads or default_threads()
         torch.set_num_threads(threads)
         self.args = args
         self.config = config

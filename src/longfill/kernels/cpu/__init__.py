@@ -7,6 +7,7 @@ from longfill.kernels.cpu.extension import available, describe, isa_names, selec
 from longfill.kernels.cpu.indexer import check_screen, index_topk, scratch_bytes
 from longfill.kernels.cpu.linear import linear_scratch_bytes, mlp_scratch_bytes, per_head_scratch_bytes
 from longfill.kernels.cpu.rows import row_scratch_bytes
+from longfill.kernels.cpu.selftest import self_test
 
 __all__ = [
     "NativeBackend",
@@ -24,4 +25,5 @@ __all__ = [
     "row_scratch_bytes",
     "scratch_bytes",
     "selected_isa",
+    "self_test",
 ]

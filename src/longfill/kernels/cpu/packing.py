@@ -1,7 +1,7 @@
 """Weights in the layout that the native products read, written once at load.
 
 May import torch and the extension. Invariant: packed values are the stored ones, bit for bit: bf16 and fp32 as they
-are, fp8 as bytes that are scaled where they are read, to the values that `reference.linear.dequantise` gives. A pack is
+are, fp8 as bytes that are scaled where they are read, to the values that `StoredLinear.rows` gives. A pack is
 for one instruction set; none of it is shared between them.
 
 Suffixes: O outputs · C inputs · H heads · A inputs of a head · B outputs of a head.
