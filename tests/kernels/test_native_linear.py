@@ -33,7 +33,6 @@ from longfill.kernels.cpu.packing import (
 )
 from longfill.kernels.interface import StoredLinear, StoredMlp
 from longfill.kernels.reference import linear as reference
-from longfill.kernels.reference.linear import dequantise
 
 pytestmark = needs_native
 
@@ -71,7 +70,7 @@ def plain_values(weight: StoredLinear, dtype: torch.dtype) -> Tensor:
     """The weight as the reference multiplies with it, in fp64."""
     if weight.scale is None:
         return weight.weight.double()
-    return dequantise(weight, 0, weight.weight.shape[0], dtype).double()
+    return weight.rows(0, weight.out_size).to(dtype).double()
 
 
 def exact(x_TC: Tensor, weight: StoredLinear) -> Tensor:
@@ -138,7 +137,7 @@ def test_every_fp8_value_is_decoded(isa: str, dtype: torch.dtype, block: tuple[i
     for scale in (1.0, 0.3, -1.7, 3e5):
         weight = StoredLinear(values[:, None], None, torch.full((-(-256 // block[0]), 1), scale), block)
         packed = pack_linear(weight, compute_dtype=dtype, isa=isa, num_threads=1)
-        want = dequantise(weight, 0, 256, dtype).T
+        want = weight.rows(0, 256).to(dtype).T
         got = linear(torch.ones(1, 1, dtype=dtype), packed, num_threads=1)
         torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
         torch.testing.assert_close(packed.rows(0, 256).T, want.float(), rtol=0, atol=0, equal_nan=True)
