@@ -80,8 +80,8 @@ struct TileArgs {
 
 // How many of `left` rows make the next group, of at most `tile_rows`: the last two groups share theirs evenly, because
 // the sums of a row or two are too few to keep the multiply-adds busy.
-constexpr std::int64_t group_rows(std::int64_t left, std::int64_t tile_rows) {
-  return left <= tile_rows ? left : left < 2 * tile_rows ? (left + 1) / 2 : tile_rows;
+constexpr int group_rows(std::int64_t left, int tile_rows) {
+  return static_cast<int>(left <= tile_rows ? left : left < 2 * tile_rows ? (left + 1) / 2 : tile_rows);
 }
 
 // One vector of fp8 weights over some steps that share their scales.

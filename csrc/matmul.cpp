@@ -4,6 +4,7 @@
 #include <cstring>
 #include <vector>
 
+#include "narrow.h"
 #include "threads.h"
 
 namespace longfill {
@@ -12,13 +13,13 @@ namespace {
 constexpr std::int64_t kHeadRows = 192;      // rows of one head that a task takes
 constexpr std::int64_t kBlockBytes = 6 << 20;  // of packed rows: they come from L3, once a panel
 constexpr std::int64_t kPackRows = 16;       // rows that a task packs
+constexpr std::int64_t kPackAhead = 8 << 10;  // bytes between what is packed and what is fetched meanwhile
 constexpr std::int64_t kTasksPerThread = 4;  // so that the threads end together
 constexpr std::int64_t kMinPartRows = 48;    // below it a panel is better not read twice
 constexpr std::int64_t kLoneRows = 2;        // up to so many, the machine fetches ahead well enough by itself
 constexpr std::int64_t kFewRows = 16;        // up to so many, tile_few_rows
 constexpr std::int64_t kRunSteps = 16;       // of those
 constexpr std::int64_t kAhead = 8 << 10;     // bytes
-constexpr std::int64_t kCacheLine = 64;
 constexpr std::int64_t kMaxLanes = 16;
 // Of weights read once, and of multiply-adds eight at the time of one weight: about 10 us.
 constexpr std::int64_t kWorkPerThread = 128 << 10;
@@ -143,17 +144,24 @@ std::int64_t block_rows(const Layout& weights, std::int64_t rows) {
   return std::min(rows, std::clamp(fitting, kMinPartRows, kBlockRows));
 }
 
+void pack_slice(const Isa& isa, const Layout& weights, const char* row, Element element, std::int64_t slice, char* to) {
+  const std::int64_t values = kSliceSteps * weights.depth;
+  const std::int64_t at = slice * values;
+  pack_row(isa, weights.depth, row + at * bytes_of(element), element, std::min(values, weights.k - at), to);
+}
+
 void pack_rows(const Isa& isa, const Layout& weights, const Activations& from, std::int64_t first, std::int64_t count,
                const PackedRows& to, std::int64_t to_row) {
-  const std::int64_t slice_values = to.slice_steps * weights.depth;
+  const auto row_at = [&](std::int64_t r) {
+    return from.data + (from.index == nullptr ? first + r : from.index[first + r]) * from.stride;
+  };
+  const std::int64_t row_bytes = weights.k * bytes_of(from.element);
+  const std::int64_t ahead = std::clamp<std::int64_t>(kPackAhead / row_bytes, 1, kPackRows);
   for (std::int64_t r = 0; r < count; ++r) {
-    const std::int64_t row = from.index == nullptr ? first + r : from.index[first + r];
-    const char* const values = from.data + row * from.stride;
-    for (std::int64_t slice = 0; slice < to.slices; ++slice) {
-      const std::int64_t at = slice * slice_values;
-      pack_row(isa, weights.depth, values + at * bytes_of(from.element), from.element,
-               std::min(slice_values, weights.k - at), to.at(slice, to_row + r));
-    }
+    const char* const next = row_at(std::min(r + ahead, count - 1));
+    for (std::int64_t byte = 0; byte < row_bytes; byte += kCacheLine) __builtin_prefetch(next + byte);
+    for (std::int64_t slice = 0; slice < to.slices; ++slice)
+      pack_slice(isa, weights, row_at(r), from.element, slice, to.at(slice, to_row + r));
   }
 }
 
@@ -211,7 +219,7 @@ void multiply_panel(const Isa& isa, const PackedMatrix& matrix, std::int64_t pan
       args.a = rows.at(slice, first + r);
       args.c = room.sums + r * args.c_stride;
       const std::int64_t ahead = r + group < count ? r + group : 0;
-      const std::int64_t ahead_rows = std::min<std::int64_t>(count - ahead, isa.tile_rows);
+      const std::int64_t ahead_rows = std::min(count - ahead, group);
       const std::int64_t ahead_slice = ahead > 0 ? slice : last ? 0 : slice + 1;
       args.next_rows = {rows.at(ahead_slice, first + ahead), ahead_rows * args.a_stride};
       args.next_sums = {reinterpret_cast<const char*>(room.sums + ahead * args.c_stride),
@@ -230,6 +238,22 @@ void store_row(const Isa& isa, const float* values, std::int64_t n, Element elem
     std::memcpy(out, values, static_cast<std::size_t>(n) * sizeof(float));
   } else {
     isa.linear.narrow(values, n, reinterpret_cast<std::uint16_t*>(out));
+  }
+}
+
+void store_panel(const Isa& isa, const PackedMatrix& matrix, std::int64_t panel, float* sums, std::int64_t count,
+                 const Output& out, std::int64_t first_row) {
+  const std::int64_t column = panel * matrix.layout.panel_columns();
+  const std::int64_t columns = matrix.layout.columns(panel);
+  const std::int64_t bytes = columns * bytes_of(out.element);
+  char* to = out.data + first_row * out.stride + column * bytes_of(out.element);
+  for (std::int64_t r = 0; r < count; ++r, to += out.stride) {
+    float* const row = sums + r * matrix.layout.panel_columns();
+    if (matrix.bias != nullptr) isa.linear.add_scaled(matrix.bias + column, 1.0f, columns, row);
+    store_row(isa, row, columns, out.element, to);
+    // The rows of the next group, which are stored after its products. Past the last row it does no harm.
+    const char* const later = to + count * out.stride;
+    for (std::int64_t byte = 0; byte < bytes; byte += kCacheLine) __builtin_prefetch(later + byte, 1);
   }
 }
 
@@ -263,19 +287,12 @@ struct LinearMemory {
   }
 };
 
-// A panel of rows [first_row, first_row + count) and what becomes of its sums.
+// A panel of rows [first_row, first_row + count).
 void multiply_and_store(const Isa& isa, const PackedMatrix& m, std::int64_t panel, const PackedRows& packed,
                         std::int64_t first_packed, std::int64_t count, const PanelRoom& room, const Fetch& next,
                         const Output& out, std::int64_t first_row) {
-  const std::int64_t column = panel * m.layout.panel_columns();
-  const std::int64_t columns = m.layout.columns(panel);
-  char* const to = out.data + first_row * out.stride + column * bytes_of(out.element);
-  multiply_panel(isa, m, panel, packed, first_packed, count, room, next, [&](std::int64_t first, std::int64_t rows) {
-    for (std::int64_t r = first; r < first + rows; ++r) {
-      float* const row = room.sums + r * m.layout.panel_columns();
-      if (m.bias != nullptr) isa.linear.add_scaled(m.bias + column, 1.0f, columns, row);
-      store_row(isa, row, columns, out.element, to + r * out.stride);
-    }
+  multiply_panel(isa, m, panel, packed, first_packed, count, room, next, [&](std::int64_t r, std::int64_t rows) {
+    store_panel(isa, m, panel, room.sums + r * m.layout.panel_columns(), rows, out, first_row + r);
   });
 }
 
@@ -284,6 +301,7 @@ void multiply_and_store(const Isa& isa, const PackedMatrix& m, std::int64_t pane
 void linear(const Isa& isa, const PackedMatrix& matrix, const Activations& x, std::int64_t rows, const Output& out,
             int num_threads) {
   const Layout& l = matrix.layout;
+  if (is_narrow(l) && rows > kFewRows) return linear_narrow(isa, matrix, x, rows, out, num_threads);
   const std::int64_t together = block_rows(l, rows);
   const int threads = useful_threads(together, l.n, l.k, num_threads);
   Carver measure(nullptr);
@@ -303,7 +321,8 @@ void linear(const Isa& isa, const PackedMatrix& matrix, const Activations& x, st
 std::int64_t linear_scratch_bytes(const Isa& isa, const Layout& weights, std::int64_t rows, int num_threads) {
   Carver measure(nullptr);
   LinearMemory(measure, isa, weights, block_rows(weights, rows), num_threads);
-  return static_cast<std::int64_t>(measure.used());
+  const auto bytes = static_cast<std::int64_t>(measure.used());
+  return is_narrow(weights) ? std::max(bytes, narrow_scratch_bytes(weights, rows, num_threads)) : bytes;
 }
 
 namespace {

@@ -20,6 +20,8 @@ inline std::int64_t bytes_of(Element element) { return element == Element::kFloa
 constexpr std::int64_t kBlockRows = 512;   // most rows packed together
 constexpr std::int64_t kSliceSteps = 128;  // a panel's slice stays in L1 beside a few rows: 32 KB at 64 columns
 
+constexpr std::int64_t kCacheLine = 64;
+
 // Row r starts at `data + (index ? index[r] : r) * stride`; its values are adjacent. Strides in bytes.
 struct Activations {
   const char* data;
@@ -69,6 +71,9 @@ void for_blocks(std::int64_t rows, std::int64_t together, const Work& work) {
   }
 }
 
+// Slice `slice` of a row, as the tiles read it.
+void pack_slice(const Isa& isa, const Layout& weights, const char* row, Element element, std::int64_t slice, char* to);
+
 // Rows [first, first + count) of `from` become rows [to_row, ...) of `to`, whose weights have the layout `weights`.
 void pack_rows(const Isa& isa, const Layout& weights, const Activations& from, std::int64_t first, std::int64_t count,
                const PackedRows& to, std::int64_t to_row);
@@ -84,6 +89,10 @@ void multiply_panel(const Isa& isa, const PackedMatrix& matrix, std::int64_t pan
 
 // The start of a panel, to be fetched before its turn; nothing where there is no such panel.
 Fetch start_of_panel(const PackedMatrix& matrix, std::int64_t panel);
+
+// Adds the bias to sums of that panel, and stores them: row r of `count` comes from sums + r * panel_columns.
+void store_panel(const Isa& isa, const PackedMatrix& matrix, std::int64_t panel, float* sums, std::int64_t count,
+                 const Output& out, std::int64_t first_row);
 
 // Whole vectors at `values` may be overwritten past n.
 void store_row(const Isa& isa, const float* values, std::int64_t n, Element element, char* out);

@@ -66,7 +66,7 @@ LONGFILL_INLINE void tile_group(const TileArgs& t, int row) {
 }
 
 template <class V, int VECTORS, int ROWS = V::tile_rows>
-LONGFILL_INLINE void tile_group_of(std::int64_t rows, const TileArgs& t, int row) {
+LONGFILL_INLINE void tile_group_of(int rows, const TileArgs& t, int row) {
   if (rows == ROWS) return tile_group<V, ROWS, VECTORS>(t, row);
   if constexpr (ROWS > 1) tile_group_of<V, VECTORS, ROWS - 1>(rows, t, row);
 }
@@ -74,7 +74,7 @@ LONGFILL_INLINE void tile_group_of(std::int64_t rows, const TileArgs& t, int row
 template <class V, int VECTORS>
 void tile_of_width(const TileArgs& t) {
   for (int row = 0; row < t.rows;) {
-    const auto rows = static_cast<int>(group_rows(t.rows - row, V::tile_rows));
+    const int rows = group_rows(t.rows - row, V::tile_rows);
     tile_group_of<V, VECTORS>(rows, t, row);
     row += rows;
   }
