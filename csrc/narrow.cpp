@@ -9,7 +9,7 @@ namespace longfill {
 namespace {
 
 constexpr std::int64_t kMostPanels = 4;
-constexpr std::int64_t kMostRows = 96;  // of a part: a slice of them and their sums stay in L2 beside the weights
+constexpr std::int64_t kMostRows = 96;   // of a part: a slice of them and their sums stay in L2 beside the weights
 constexpr std::int64_t kLeastRows = 24;  // of a part, which reads all weights
 
 std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
@@ -32,7 +32,8 @@ std::int64_t parts_of(std::int64_t rows, int num_threads) {
   return std::clamp<std::int64_t>(rounds * num_threads, 1, std::max<std::int64_t>(1, rows / kLeastRows));
 }
 
-std::size_t carve(Carver& carver, const Layout& l, std::int64_t rows, int num_threads, std::vector<PartMemory>* threads) {
+std::size_t carve(Carver& carver, const Layout& l, std::int64_t rows, int num_threads,
+                  std::vector<PartMemory>* threads) {
   for (int t = 0; t < num_threads; ++t) {
     const PartMemory memory(carver, l, std::min(rows, kMostRows));
     if (threads != nullptr) threads->push_back(memory);
@@ -56,7 +57,8 @@ class Part {
   Fetch weights(std::int64_t panel, std::int64_t slice) const {
     const std::int64_t step_bytes = l_.vectors(panel) * l_.vector_bytes();
     const std::int64_t step = slice * kSliceSteps;
-    return {m_.data + l_.panel_offset(panel) + step * step_bytes, std::min(kSliceSteps, l_.steps() - step) * step_bytes};
+    return {m_.data + l_.panel_offset(panel) + step * step_bytes,
+            std::min(kSliceSteps, l_.steps() - step) * step_bytes};
   }
 
   void pack(std::int64_t first, std::int64_t count, std::int64_t slice) const {
@@ -75,7 +77,8 @@ class Part {
     const bool last_panel = panel + 1 == l_.panels();
     float* const sums = memory_.sums + panel * count_ * l_.panel_columns();
     Fetch later = last_panel ? weights(0, last ? 0 : slice + 1) : weights(panel + 1, slice);
-    const std::int64_t share = ceil_div(ceil_div(later.bytes, ceil_div(count_, isa_.tile_rows)), kCacheLine) * kCacheLine;
+    const std::int64_t groups = ceil_div(count_, isa_.tile_rows);
+    const std::int64_t share = ceil_div(ceil_div(later.bytes, groups), kCacheLine) * kCacheLine;
     TileArgs args;
     args.a_stride = slice_bytes(l_);
     args.b = weights(panel, slice).from;

@@ -1,7 +1,7 @@
 // Products with weights of few columns: each thread takes some rows through all of them.
 //
-// With few panels to a row, packing all rows first costs as much as the products do. Here a group of rows is packed slice
-// by slice, just before its products, while its next slice is on its way. Invariant: the same chains as `linear`'s.
+// Where few panels read a row, packing all rows first costs as much as the products do. Here a group of rows is packed
+// slice by slice, just before its products, while its next slice is on its way. Invariant: the chains are `linear`'s.
 #pragma once
 
 #include "matmul.h"
