@@ -64,21 +64,25 @@ void multiply_inner(const Isa& isa, const Mlp& weights, const Activations& x, st
                     const MlpMemory& memory, int num_threads) {
   const Layout& l = weights.gate->layout;
   pack_block(isa, l, x, first, count, memory.x, num_threads);
-  for_panels(l, count, num_threads, [&](std::int64_t panel, std::int64_t row, std::int64_t rows, int thread) {
-    const PanelRoom& gate = memory.gates[thread];
-    const PanelRoom& up = memory.ups[thread];
-    multiply_panel(isa, *weights.gate, panel, memory.x, row, rows, gate.sums, gate.decoded);
-    multiply_panel(isa, *weights.up, panel, memory.x, row, rows, up.sums, up.decoded);
-    const std::int64_t column = panel * l.panel_columns();
-    const std::int64_t columns = l.columns(panel);
-    for (std::int64_t r = 0; r < rows; ++r) {
-      float* const gate_row = gate.sums + r * l.panel_columns();
-      float* const up_row = up.sums + r * l.panel_columns();
-      add_bias(isa, *weights.gate, column, columns, gate_row);
-      add_bias(isa, *weights.up, column, columns, up_row);
-      isa.linear.swiglu(gate_row, up_row, columns);
-      store_inner(isa, weights.down->layout, x.element, gate_row, columns, column, memory.inner, row + r);
-    }
+  for_panels(l, count, num_threads, [&](const PanelTask& task) {
+    const PanelRoom& gate = memory.gates[task.thread];
+    const PanelRoom& up = memory.ups[task.thread];
+    const std::int64_t column = task.panel * l.panel_columns();
+    const std::int64_t columns = l.columns(task.panel);
+    multiply_panel(isa, *weights.gate, task.panel, memory.x, task.first_row, task.rows, gate,
+                   start_of_panel(*weights.up, task.panel), [](std::int64_t, std::int64_t) {});
+    const Fetch next = start_of_panel(*weights.gate, task.next_panel);
+    const auto finish = [&](std::int64_t first_done, std::int64_t done) {
+      for (std::int64_t r = first_done; r < first_done + done; ++r) {
+        float* const gate_row = gate.sums + r * l.panel_columns();
+        float* const up_row = up.sums + r * l.panel_columns();
+        add_bias(isa, *weights.gate, column, columns, gate_row);
+        add_bias(isa, *weights.up, column, columns, up_row);
+        isa.linear.swiglu(gate_row, up_row, columns);
+        store_inner(isa, weights.down->layout, x.element, gate_row, columns, column, memory.inner, task.first_row + r);
+      }
+    };
+    multiply_panel(isa, *weights.up, task.panel, memory.x, task.first_row, task.rows, up, next, finish);
   });
 }
 
@@ -87,16 +91,18 @@ template <class Use>
 void multiply_down(const Isa& isa, const PackedMatrix& down, std::int64_t count, const MlpMemory& memory,
                    int num_threads, const Use& use) {
   const Layout& l = down.layout;
-  for_panels(l, count, num_threads, [&](std::int64_t panel, std::int64_t row, std::int64_t rows, int thread) {
-    const PanelRoom& room = memory.gates[thread];
-    multiply_panel(isa, down, panel, memory.inner, row, rows, room.sums, room.decoded);
-    const std::int64_t column = panel * l.panel_columns();
-    const std::int64_t columns = l.columns(panel);
-    for (std::int64_t r = 0; r < rows; ++r) {
-      float* const values = room.sums + r * l.panel_columns();
-      add_bias(isa, down, column, columns, values);
-      use(row + r, column, columns, values);
-    }
+  for_panels(l, count, num_threads, [&](const PanelTask& task) {
+    const PanelRoom& room = memory.gates[task.thread];
+    const std::int64_t column = task.panel * l.panel_columns();
+    const std::int64_t columns = l.columns(task.panel);
+    multiply_panel(isa, down, task.panel, memory.inner, task.first_row, task.rows, room,
+                   start_of_panel(down, task.next_panel), [&](std::int64_t first_done, std::int64_t done) {
+                     for (std::int64_t r = first_done; r < first_done + done; ++r) {
+                       float* const values = room.sums + r * l.panel_columns();
+                       add_bias(isa, down, column, columns, values);
+                       use(task.first_row + r, column, columns, values);
+                     }
+                   });
   });
 }
 
@@ -156,8 +162,7 @@ void add_expert(const Isa& isa, const Mlp& weights, const Activations& x, const 
   const int threads = threads_for(weights, together, num_threads);
   Carver carver(block);
   const MlpMemory memory(carver, isa, weights, together, threads);
-  for (std::int64_t first = 0; first < rows; first += together) {
-    const std::int64_t count = std::min(together, rows - first);
+  for_blocks(rows, together, [&](std::int64_t first, std::int64_t count) {
     multiply_inner(isa, weights, x, first, count, memory, threads);
     multiply_down(isa, *weights.down, count, memory, threads,
                   [&](std::int64_t r, std::int64_t column, std::int64_t columns, const float* values) {
@@ -165,7 +170,7 @@ void add_expert(const Isa& isa, const Mlp& weights, const Activations& x, const 
                     const float factor = factors == nullptr ? 1.0f : factors[first + r];
                     isa.linear.add_scaled(values, factor, columns, total + row * width + column);
                   });
-  }
+  });
 }
 
 }  // namespace
@@ -174,18 +179,17 @@ void mlp(const Isa& isa, const Mlp& weights, const Activations& x, std::int64_t 
          int num_threads) {
   const std::int64_t together = rows_together(weights, rows);
   const int threads = threads_for(weights, together, num_threads);
-  const Bytes bytes = allocate(mlp_bytes(isa, weights, together, threads));
+  const KeptBytes bytes(mlp_bytes(isa, weights, together, threads));
   Carver carver(bytes.get());
   const MlpMemory memory(carver, isa, weights, together, threads);
-  for (std::int64_t first = 0; first < rows; first += together) {
-    const std::int64_t count = std::min(together, rows - first);
+  for_blocks(rows, together, [&](std::int64_t first, std::int64_t count) {
     multiply_inner(isa, weights, x, first, count, memory, threads);
     multiply_down(isa, *weights.down, count, memory, threads,
                   [&](std::int64_t r, std::int64_t column, std::int64_t columns, const float* values) {
                     store_row(isa, values, columns, out.element,
                               out.data + (first + r) * out.stride + column * bytes_of(out.element));
                   });
-  }
+  });
 }
 
 std::int64_t mlp_scratch_bytes(const Isa& isa, const Mlp& weights, std::int64_t rows, int num_threads) {
@@ -195,7 +199,8 @@ std::int64_t mlp_scratch_bytes(const Isa& isa, const Mlp& weights, std::int64_t 
 void experts(const Isa& isa, const std::vector<Mlp>& weights, const Mlp* shared, const Routes& routes,
              const Activations& x, std::int64_t rows, std::int64_t width, const Output& out, int num_threads) {
   const auto num_experts = static_cast<std::int64_t>(weights.size());
-  const Bytes bytes = allocate(experts_scratch_bytes(isa, weights, shared, routes.k, rows, width, num_threads));
+  const KeptBytes bytes(
+      static_cast<std::size_t>(experts_scratch_bytes(isa, weights, shared, routes.k, rows, width, num_threads)));
   Carver carver(bytes.get());
   const ExpertsMemory memory(carver, num_experts, rows * routes.k, rows * width, 0);
   const Groups& groups = memory.groups;

@@ -54,6 +54,12 @@ struct CollectArgs {
   const float* thresholds;
 };
 
+// Bytes that will be read soon.
+struct Fetch {
+  const char* from = nullptr;
+  std::int64_t bytes = 0;
+};
+
 // c[row][0, vectors * lanes) = or += sum over steps of a[row][step] * b[step]. A step is one value of float32, or a pair
 // of bf16 values.
 struct TileArgs {
@@ -66,7 +72,17 @@ struct TileArgs {
   int rows;
   int vectors;             // 1 to `tile_vectors`
   bool accumulate;
+  // Fetched beside the products of each group of rows: into L1, and into L2.
+  Fetch next_rows;
+  Fetch next_sums;
+  Fetch later;
 };
+
+// How many of `left` rows make the next group, of at most `tile_rows`: the last two groups share theirs evenly, because
+// the sums of a row or two are too few to keep the multiply-adds busy.
+constexpr int group_rows(std::int64_t left, int tile_rows) {
+  return static_cast<int>(left <= tile_rows ? left : left < 2 * tile_rows ? (left + 1) / 2 : tile_rows);
+}
 
 // One vector of fp8 weights over some steps that share their scales.
 struct DecodeArgs {
@@ -126,6 +142,7 @@ struct Isa {
   const ScreenKernels* screen;  // null where there is none
   // As unpack_block, from keys of `dim` floats; null where the kernels of `with_float_keys` are another set's.
   void (*transpose_block)(const std::uint8_t* const* rows, int dim, char* out);
+  int tile_rows;  // that tile_fp32 and tile_bf16 take as one group
 };
 
 // Every instruction set of this build that this machine runs, best first; the portable one is always last.

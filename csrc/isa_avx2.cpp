@@ -66,6 +66,7 @@ const Isa avx2_isa = {"avx2",      Avx2::lanes, 4,         pack_query_fp32, unpa
                       score<Avx2>, collect,     keep_best<PlainSteps>, spin<Avx2>,
                       Avx2::lanes,  Avx2::tile_vectors, tile<Avx2>, nullptr,
                       linear_steps<Avx2::lanes>(nullptr),
-                      &attention,   nullptr,     latent_to_fp32<Avx2::lanes>, latent_to_bf16<Avx2::lanes>, &row_steps, nullptr, transpose_block<Avx2::lanes>};
+                      &attention,   nullptr,     latent_to_fp32<Avx2::lanes>, latent_to_bf16<Avx2::lanes>, &row_steps, nullptr, transpose_block<Avx2::lanes>,
+                      Avx2::tile_rows};
 
 }  // namespace longfill

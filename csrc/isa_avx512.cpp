@@ -51,6 +51,7 @@ const Isa avx512_isa = {"avx512",      Avx512::lanes,  4,         pack_query_fp3
                         score<Avx512>, collect_avx512, keep_best<VectorSteps>, spin<Avx512>,
                         Avx512::lanes,  Avx512::tile_vectors, tile_fp32_avx512, nullptr,
                       linear_steps<Avx512::lanes>(nullptr),
-                        &attention_fp32_avx512, nullptr, latent_to_fp32_avx512, latent_to_bf16<Avx512::lanes>, &row_steps, nullptr, transpose_block<Avx512::lanes>};
+                        &attention_fp32_avx512, nullptr, latent_to_fp32_avx512, latent_to_bf16<Avx512::lanes>, &row_steps, nullptr, transpose_block<Avx512::lanes>,
+                      Avx512::tile_rows};
 
 }  // namespace longfill

@@ -147,6 +147,7 @@ const Isa avx512_bf16_isa = {"avx512_bf16",     Avx512Bf16::lanes, 2,         pa
                              score<Avx512Bf16>, collect_avx512, keep_best<VectorSteps>, spin<Avx512Bf16>,
                              Avx512Bf16::lanes, Avx512Bf16::tile_vectors, tile_fp32_avx512, tile<Avx512Bf16>,
                       linear_steps<Avx512Bf16::lanes>(decode_pairs),
-                             &attention_fp32_avx512, &attention, latent_to_fp32_avx512, latent_to_bf16_avx512, &row_steps, &kScreenAvx512, nullptr};
+                             &attention_fp32_avx512, &attention, latent_to_fp32_avx512, latent_to_bf16_avx512, &row_steps, &kScreenAvx512, nullptr,
+                      Avx512Bf16::tile_rows};
 
 }  // namespace longfill

@@ -65,6 +65,7 @@ const Isa portable_isa = {"portable",      Portable::lanes, 4,
                           spin<Portable>,  Portable::lanes,  Portable::tile_vectors, tile<Portable>,  nullptr,
                       linear_steps<Portable::lanes>(nullptr),
                           &attention,      nullptr,         latent_to_fp32<Portable::lanes>,
-                          latent_to_bf16<Portable::lanes>, &row_steps, nullptr, transpose_block<Portable::lanes>};
+                          latent_to_bf16<Portable::lanes>, &row_steps, nullptr, transpose_block<Portable::lanes>,
+                      Portable::tile_rows};
 
 }  // namespace longfill

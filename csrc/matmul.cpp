@@ -4,6 +4,7 @@
 #include <cstring>
 #include <vector>
 
+#include "narrow.h"
 #include "threads.h"
 
 namespace longfill {
@@ -12,13 +13,13 @@ namespace {
 constexpr std::int64_t kHeadRows = 192;      // rows of one head that a task takes
 constexpr std::int64_t kBlockBytes = 6 << 20;  // of packed rows: they come from L3, once a panel
 constexpr std::int64_t kPackRows = 16;       // rows that a task packs
+constexpr std::int64_t kPackAhead = 8 << 10;  // bytes between what is packed and what is fetched meanwhile
 constexpr std::int64_t kTasksPerThread = 4;  // so that the threads end together
 constexpr std::int64_t kMinPartRows = 48;    // below it a panel is better not read twice
 constexpr std::int64_t kLoneRows = 2;        // up to so many, the machine fetches ahead well enough by itself
 constexpr std::int64_t kFewRows = 16;        // up to so many, tile_few_rows
 constexpr std::int64_t kRunSteps = 16;       // of those
 constexpr std::int64_t kAhead = 8 << 10;     // bytes
-constexpr std::int64_t kCacheLine = 64;
 constexpr std::int64_t kMaxLanes = 16;
 // Of weights read once, and of multiply-adds eight at the time of one weight: about 10 us.
 constexpr std::int64_t kWorkPerThread = 128 << 10;
@@ -143,17 +144,24 @@ std::int64_t block_rows(const Layout& weights, std::int64_t rows) {
   return std::min(rows, std::clamp(fitting, kMinPartRows, kBlockRows));
 }
 
+void pack_slice(const Isa& isa, const Layout& weights, const char* row, Element element, std::int64_t slice, char* to) {
+  const std::int64_t values = kSliceSteps * weights.depth;
+  const std::int64_t at = slice * values;
+  pack_row(isa, weights.depth, row + at * bytes_of(element), element, std::min(values, weights.k - at), to);
+}
+
 void pack_rows(const Isa& isa, const Layout& weights, const Activations& from, std::int64_t first, std::int64_t count,
                const PackedRows& to, std::int64_t to_row) {
-  const std::int64_t slice_values = to.slice_steps * weights.depth;
+  const auto row_at = [&](std::int64_t r) {
+    return from.data + (from.index == nullptr ? first + r : from.index[first + r]) * from.stride;
+  };
+  const std::int64_t row_bytes = weights.k * bytes_of(from.element);
+  const std::int64_t ahead = std::clamp<std::int64_t>(kPackAhead / row_bytes, 1, kPackRows);
   for (std::int64_t r = 0; r < count; ++r) {
-    const std::int64_t row = from.index == nullptr ? first + r : from.index[first + r];
-    const char* const values = from.data + row * from.stride;
-    for (std::int64_t slice = 0; slice < to.slices; ++slice) {
-      const std::int64_t at = slice * slice_values;
-      pack_row(isa, weights.depth, values + at * bytes_of(from.element), from.element,
-               std::min(slice_values, weights.k - at), to.at(slice, to_row + r));
-    }
+    const char* const next = row_at(std::min(r + ahead, count - 1));
+    for (std::int64_t byte = 0; byte < row_bytes; byte += kCacheLine) __builtin_prefetch(next + byte);
+    for (std::int64_t slice = 0; slice < to.slices; ++slice)
+      pack_slice(isa, weights, row_at(r), from.element, slice, to.at(slice, to_row + r));
   }
 }
 
@@ -165,27 +173,62 @@ void pack_block(const Isa& isa, const Layout& weights, const Activations& from, 
   });
 }
 
+Fetch start_of_panel(const PackedMatrix& matrix, std::int64_t panel) {
+  const Layout& l = matrix.layout;
+  if (panel >= l.panels()) return {};
+  const std::int64_t steps = std::min(l.steps(), kSliceSteps);
+  return {matrix.data + l.panel_offset(panel), steps * l.vectors(panel) * l.vector_bytes()};
+}
+
 void multiply_panel(const Isa& isa, const PackedMatrix& matrix, std::int64_t panel, const PackedRows& rows,
-                    std::int64_t first, std::int64_t count, float* sums, char* decoded) {
+                    std::int64_t first, std::int64_t count, const PanelRoom& room, const Fetch& next,
+                    const Finish& finish) {
   const Layout& l = matrix.layout;
   const auto tile = l.depth == 2 ? isa.tile_bf16 : isa.tile_fp32;
+  const std::int64_t step_bytes = l.vectors(panel) * l.vector_bytes();
   TileArgs args;
   args.a_stride = rows.row_bytes();
-  args.c = sums;
   args.c_stride = l.panel_columns();
-  args.rows = static_cast<int>(count);
   args.vectors = l.vectors(panel);
   for (std::int64_t slice = 0; slice < rows.slices; ++slice) {
     const std::int64_t step = slice * kSliceSteps;
     const std::int64_t end = std::min(step + kSliceSteps, l.steps());
-    args.a = rows.at(slice, first);
-    args.b = readable_slice(isa, matrix, panel, step, end, decoded);
+    const bool last = slice + 1 == rows.slices;
+    args.b = readable_slice(isa, matrix, panel, step, end, room.decoded);
     args.steps = end - step;
     args.accumulate = slice > 0;
-    if (count > kLoneRows && count <= kFewRows && args.b != decoded) {
-      tile_few_rows(tile, args, l.vector_bytes());
-    } else {
+    if (count <= kFewRows) {
+      args.a = rows.at(slice, first);
+      args.c = room.sums;
+      args.rows = static_cast<int>(count);
+      if (count > kLoneRows && args.b != room.decoded) {
+        tile_few_rows(tile, args, l.vector_bytes());
+      } else {
+        tile(args);
+      }
+      if (last) finish(0, count);
+      continue;
+    }
+    Fetch later = next;
+    if (!last) later = {matrix.data + l.panel_offset(panel) + end * step_bytes,
+                        std::min(kSliceSteps, l.steps() - end) * step_bytes};
+    const std::int64_t share = ceil_div(ceil_div(later.bytes, count / isa.tile_rows), kCacheLine) * kCacheLine;
+    for (std::int64_t r = 0, group; r < count; r += group) {
+      group = group_rows(count - r, isa.tile_rows);
+      args.rows = static_cast<int>(group);
+      args.a = rows.at(slice, first + r);
+      args.c = room.sums + r * args.c_stride;
+      const std::int64_t ahead = r + group < count ? r + group : 0;
+      const std::int64_t ahead_rows = std::min(count - ahead, group);
+      const std::int64_t ahead_slice = ahead > 0 ? slice : last ? 0 : slice + 1;
+      args.next_rows = {rows.at(ahead_slice, first + ahead), ahead_rows * args.a_stride};
+      args.next_sums = {reinterpret_cast<const char*>(room.sums + ahead * args.c_stride),
+                        ahead_rows * args.c_stride * static_cast<std::int64_t>(sizeof(float))};
+      args.later = {later.from, std::min(share, later.bytes)};
+      later.from += args.later.bytes;
+      later.bytes -= args.later.bytes;
       tile(args);
+      if (last) finish(r, group);
     }
   }
 }
@@ -198,8 +241,24 @@ void store_row(const Isa& isa, const float* values, std::int64_t n, Element elem
   }
 }
 
+void store_panel(const Isa& isa, const PackedMatrix& matrix, std::int64_t panel, float* sums, std::int64_t count,
+                 const Output& out, std::int64_t first_row) {
+  const std::int64_t column = panel * matrix.layout.panel_columns();
+  const std::int64_t columns = matrix.layout.columns(panel);
+  const std::int64_t bytes = columns * bytes_of(out.element);
+  char* to = out.data + first_row * out.stride + column * bytes_of(out.element);
+  for (std::int64_t r = 0; r < count; ++r, to += out.stride) {
+    float* const row = sums + r * matrix.layout.panel_columns();
+    if (matrix.bias != nullptr) isa.linear.add_scaled(matrix.bias + column, 1.0f, columns, row);
+    store_row(isa, row, columns, out.element, to);
+    // The rows of the next group, which are stored after its products. Past the last row it does no harm.
+    const char* const later = to + count * out.stride;
+    for (std::int64_t byte = 0; byte < bytes; byte += kCacheLine) __builtin_prefetch(later + byte, 1);
+  }
+}
+
 void for_panels(const Layout& weights, std::int64_t rows, int num_threads,
-                const std::function<void(std::int64_t, std::int64_t, std::int64_t, int)>& work) {
+                const std::function<void(const PanelTask&)>& work) {
   const std::int64_t panels = weights.panels();
   std::int64_t parts = num_threads == 1 ? 1 : ceil_div(kTasksPerThread * num_threads, panels);
   parts = std::clamp<std::int64_t>(parts, 1, ceil_div(rows, kMinPartRows));
@@ -207,7 +266,7 @@ void for_panels(const Layout& weights, std::int64_t rows, int num_threads,
   parts = ceil_div(rows, part_rows);
   for_tasks(num_threads, panels * parts, [&](std::int64_t task, int thread) {
     const std::int64_t first = task % parts * part_rows;
-    work(task / parts, first, std::min(part_rows, rows - first), thread);
+    work({task / parts, (task + num_threads) / parts, first, std::min(part_rows, rows - first), thread});
   });
 }
 
@@ -228,16 +287,13 @@ struct LinearMemory {
   }
 };
 
-void add_bias_and_store(const Isa& isa, const PackedMatrix& m, std::int64_t panel, std::int64_t rows, float* sums,
+// A panel of rows [first_row, first_row + count).
+void multiply_and_store(const Isa& isa, const PackedMatrix& m, std::int64_t panel, const PackedRows& packed,
+                        std::int64_t first_packed, std::int64_t count, const PanelRoom& room, const Fetch& next,
                         const Output& out, std::int64_t first_row) {
-  const std::int64_t column = panel * m.layout.panel_columns();
-  const std::int64_t columns = m.layout.columns(panel);
-  for (std::int64_t r = 0; r < rows; ++r) {
-    float* const row = sums + r * m.layout.panel_columns();
-    if (m.bias != nullptr) isa.linear.add_scaled(m.bias + column, 1.0f, columns, row);
-    store_row(isa, row, columns, out.element,
-              out.data + (first_row + r) * out.stride + column * bytes_of(out.element));
-  }
+  multiply_panel(isa, m, panel, packed, first_packed, count, room, next, [&](std::int64_t r, std::int64_t rows) {
+    store_panel(isa, m, panel, room.sums + r * m.layout.panel_columns(), rows, out, first_row + r);
+  });
 }
 
 }  // namespace
@@ -245,28 +301,28 @@ void add_bias_and_store(const Isa& isa, const PackedMatrix& m, std::int64_t pane
 void linear(const Isa& isa, const PackedMatrix& matrix, const Activations& x, std::int64_t rows, const Output& out,
             int num_threads) {
   const Layout& l = matrix.layout;
+  if (is_narrow(l) && rows > kFewRows) return linear_narrow(isa, matrix, x, rows, out, num_threads);
   const std::int64_t together = block_rows(l, rows);
   const int threads = useful_threads(together, l.n, l.k, num_threads);
   Carver measure(nullptr);
   LinearMemory(measure, isa, l, together, threads);
-  const Bytes bytes = allocate(measure.used());
+  const KeptBytes bytes(measure.used());
   Carver carver(bytes.get());
   const LinearMemory memory(carver, isa, l, together, threads);
-  for (std::int64_t first = 0; first < rows; first += together) {
-    const std::int64_t count = std::min(together, rows - first);
+  for_blocks(rows, together, [&](std::int64_t first, std::int64_t count) {
     pack_block(isa, l, x, first, count, memory.packed, threads);
-    for_panels(l, count, threads, [&](std::int64_t panel, std::int64_t row, std::int64_t part_rows, int thread) {
-      const PanelRoom& room = memory.rooms[thread];
-      multiply_panel(isa, matrix, panel, memory.packed, row, part_rows, room.sums, room.decoded);
-      add_bias_and_store(isa, matrix, panel, part_rows, room.sums, out, first + row);
+    for_panels(l, count, threads, [&](const PanelTask& task) {
+      multiply_and_store(isa, matrix, task.panel, memory.packed, task.first_row, task.rows, memory.rooms[task.thread],
+                         start_of_panel(matrix, task.next_panel), out, first + task.first_row);
     });
-  }
+  });
 }
 
 std::int64_t linear_scratch_bytes(const Isa& isa, const Layout& weights, std::int64_t rows, int num_threads) {
   Carver measure(nullptr);
   LinearMemory(measure, isa, weights, block_rows(weights, rows), num_threads);
-  return static_cast<std::int64_t>(measure.used());
+  const auto bytes = static_cast<std::int64_t>(measure.used());
+  return is_narrow(weights) ? std::max(bytes, narrow_scratch_bytes(weights, rows, num_threads)) : bytes;
 }
 
 namespace {
@@ -287,7 +343,7 @@ void per_head(const Isa& isa, const PackedMatrix& first_head, const Heads& heads
   const int threads = useful_threads(rows, l.n * heads.count, l.k, num_threads);
   Carver measure(nullptr);
   HeadsMemory(measure, isa, l, rows, threads);
-  const Bytes bytes = allocate(measure.used());
+  const KeptBytes bytes(measure.used());
   Carver carver(bytes.get());
   const HeadsMemory memory(carver, isa, l, rows, threads);
   const std::int64_t blocks = ceil_div(rows, kHeadRows);
@@ -303,8 +359,7 @@ void per_head(const Isa& isa, const PackedMatrix& first_head, const Heads& heads
     const Output to{out.data + head * heads.out_head_stride, out.stride, out.element};
     pack_rows(isa, l, from, first, count, own.packed, 0);
     for (std::int64_t panel = 0; panel < l.panels(); ++panel) {
-      multiply_panel(isa, matrix, panel, own.packed, 0, count, room.sums, room.decoded);
-      add_bias_and_store(isa, matrix, panel, count, room.sums, to, first);
+      multiply_and_store(isa, matrix, panel, own.packed, 0, count, room, start_of_panel(matrix, panel + 1), to, first);
     }
   });
 }

@@ -20,6 +20,8 @@ inline std::int64_t bytes_of(Element element) { return element == Element::kFloa
 constexpr std::int64_t kBlockRows = 512;   // most rows packed together
 constexpr std::int64_t kSliceSteps = 128;  // a panel's slice stays in L1 beside a few rows: 32 KB at 64 columns
 
+constexpr std::int64_t kCacheLine = 64;
+
 // Row r starts at `data + (index ? index[r] : r) * stride`; its values are adjacent. Strides in bytes.
 struct Activations {
   const char* data;
@@ -57,20 +59,55 @@ struct PanelRoom {
 // How many of `rows` are packed together for weights of that layout.
 std::int64_t block_rows(const Layout& weights, std::int64_t rows);
 
+// `work(first, count)` for all of `rows`, in as few blocks of at most `together` as there can be, evenly cut: a small
+// last block would read all weights for a few rows.
+template <class Work>
+void for_blocks(std::int64_t rows, std::int64_t together, const Work& work) {
+  const std::int64_t blocks = rows == 0 ? 0 : (rows + together - 1) / together;
+  for (std::int64_t block = 0, first = 0; block < blocks; ++block) {
+    const std::int64_t end = rows * (block + 1) / blocks;
+    work(first, end - first);
+    first = end;
+  }
+}
+
+// Slice `slice` of a row, as the tiles read it.
+void pack_slice(const Isa& isa, const Layout& weights, const char* row, Element element, std::int64_t slice, char* to);
+
 // Rows [first, first + count) of `from` become rows [to_row, ...) of `to`, whose weights have the layout `weights`.
 void pack_rows(const Isa& isa, const Layout& weights, const Activations& from, std::int64_t first, std::int64_t count,
                const PackedRows& to, std::int64_t to_row);
 
-// sums[r][column] = row first + r times the panel, for `count` rows, a row `panel_columns` floats long.
+// `finish(r, count)` uses the sums of rows [r, r + count), counted from the first one.
+using Finish = std::function<void(std::int64_t, std::int64_t)>;
+
+// sums[r][column] = row first + r times the panel, for `count` rows, a row `panel_columns` floats long. What lies at
+// `next` is fetched meanwhile: the panel after this one.
 void multiply_panel(const Isa& isa, const PackedMatrix& matrix, std::int64_t panel, const PackedRows& rows,
-                    std::int64_t first, std::int64_t count, float* sums, char* decoded);
+                    std::int64_t first, std::int64_t count, const PanelRoom& room, const Fetch& next,
+                    const Finish& finish);
+
+// The start of a panel, to be fetched before its turn; nothing where there is no such panel.
+Fetch start_of_panel(const PackedMatrix& matrix, std::int64_t panel);
+
+// Adds the bias to sums of that panel, and stores them: row r of `count` comes from sums + r * panel_columns.
+void store_panel(const Isa& isa, const PackedMatrix& matrix, std::int64_t panel, float* sums, std::int64_t count,
+                 const Output& out, std::int64_t first_row);
 
 // Whole vectors at `values` may be overwritten past n.
 void store_row(const Isa& isa, const float* values, std::int64_t n, Element element, char* out);
 
-// `work(panel, first row, rows, thread)` for every panel and all of `rows`, in as many parts as keep the threads busy.
+struct PanelTask {
+  std::int64_t panel;
+  std::int64_t next_panel;  // probably the thread's next one, perhaps past the last
+  std::int64_t first_row;
+  std::int64_t rows;
+  int thread;
+};
+
+// Every panel times all of `rows`, in as many parts as keep the threads busy.
 void for_panels(const Layout& weights, std::int64_t rows, int num_threads,
-                const std::function<void(std::int64_t, std::int64_t, std::int64_t, int)>& work);
+                const std::function<void(const PanelTask&)>& work);
 
 // pack_rows by all threads.
 void pack_block(const Isa& isa, const Layout& weights, const Activations& from, std::int64_t first, std::int64_t count,

@@ -38,23 +38,46 @@ LONGFILL_INLINE void tile_rows(const TileArgs& t, int row) {
   tile_rows<V, ROWS, VECTORS>(t, row, [](std::int64_t) {});
 }
 
-// The rows left over after whole groups; `left` <= LEFT.
-template <class V, int VECTORS, int LEFT>
-LONGFILL_INLINE void tile_last_rows(const TileArgs& t, int row, int left) {
-  if constexpr (LEFT > 0) {
-    if (left == LEFT) {
-      tile_rows<V, LEFT, VECTORS>(t, row);
-    } else {
-      tile_last_rows<V, VECTORS, LEFT - 1>(t, row, left);
-    }
-  }
+// Asks for some of the bytes at every step, so that they arrive evenly beside the products.
+class Stream {
+ public:
+  // Without any, `idle` is asked for again and again, which costs less than a branch.
+  LONGFILL_INLINE Stream(const Fetch& fetch, std::int64_t steps, const char* idle)
+      : from_(fetch.bytes > 0 ? fetch.from : idle), rate_((fetch.bytes + steps - 1) / steps) {}
+  LONGFILL_INLINE const char* at(std::int64_t step) const { return from_ + step * rate_; }
+
+ private:
+  const char* from_;
+  std::int64_t rate_;
+};
+
+template <class V, int ROWS, int VECTORS>
+LONGFILL_INLINE void tile_group(const TileArgs& t, int row) {
+  constexpr int kIntoL1 = 3;
+  constexpr int kIntoL2 = 2;
+  const Stream rows(t.next_rows, t.steps, t.a);
+  const Stream sums(t.next_sums, t.steps, t.a);
+  const Stream later(t.later, t.steps, t.a);
+  tile_rows<V, ROWS, VECTORS>(t, row, [&](std::int64_t step) {
+    __builtin_prefetch(rows.at(step), 0, kIntoL1);
+    __builtin_prefetch(sums.at(step), 1, kIntoL1);
+    __builtin_prefetch(later.at(step), 0, kIntoL2);
+  });
+}
+
+template <class V, int VECTORS, int ROWS = V::tile_rows>
+LONGFILL_INLINE void tile_group_of(int rows, const TileArgs& t, int row) {
+  if (rows == ROWS) return tile_group<V, ROWS, VECTORS>(t, row);
+  if constexpr (ROWS > 1) tile_group_of<V, VECTORS, ROWS - 1>(rows, t, row);
 }
 
 template <class V, int VECTORS>
 void tile_of_width(const TileArgs& t) {
-  int row = 0;
-  for (; row + V::tile_rows <= t.rows; row += V::tile_rows) tile_rows<V, V::tile_rows, VECTORS>(t, row);
-  tile_last_rows<V, VECTORS, V::tile_rows - 1>(t, row, t.rows - row);
+  for (int row = 0; row < t.rows;) {
+    const int rows = group_rows(t.rows - row, V::tile_rows);
+    tile_group_of<V, VECTORS>(rows, t, row);
+    row += rows;
+  }
 }
 
 template <class V, int VECTORS = V::tile_vectors>

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from longfill.kernels.cpu import isa_names
 from longfill.kernels.cpu.experts import experts, experts_scratch_bytes, route, route_scratch_bytes
+from longfill.kernels.cpu.linear import mlp
 from longfill.kernels.cpu.packing import PackedLinear, PackedMlp, pack_linear, pack_mlp
 from longfill.kernels.interface import ExpertChoice, StoredLinear, StoredMlp
 from longfill.kernels.reference import linear as reference
@@ -325,3 +326,26 @@ def test_bad_choices_are_refused() -> None:
     if isa_names()[0] == "avx512_bf16":
         bf16 = pack_linear(StoredLinear(random(12, 8).to(BF16)), compute_dtype=BF16, num_threads=1)
         refuses("products in float32", router=bf16)
+
+
+@every_isa
+def test_the_exponential_is_within_two_units_in_the_last_place(isa: str) -> None:
+    """Softmax over the logits 0 and -t: the two weights are 1 / (1 + e) and e / (1 + e), with e = exp(-t)."""
+    router = pack_linear(StoredLinear(torch.tensor([[0.0], [-1.0]])), compute_dtype=FP32, isa=isa, num_threads=1)
+    choice = ExpertChoice("softmax", 2, 1, 1, None, normalise=False, scale=1.0)
+    t = torch.cat([torch.linspace(0, 110, 9001), torch.arange(1, 150) * 0.5 * torch.tensor(2.0).log()])
+    _, weights = route(t[:, None], router, None, choice, num_threads=2)
+    got, want = weights[:, 1].double() / weights[:, 0].double(), (-t.double()).exp()
+    # Beside the exponential's, three roundings of half a unit; the smallest subnormal number is 1.4e-45.
+    torch.testing.assert_close(got, want, rtol=3.5 * 2**-23, atol=3e-45)
+
+
+@every_isa
+def test_the_exponential_of_a_gate_is_the_same_one(isa: str) -> None:
+    """silu(-t) / -t is 1 / (1 + exp(t)), to which 1 adds nothing for large t."""
+    one = StoredLinear(torch.ones(1, 1))
+    up = StoredLinear(torch.zeros(1, 1), torch.ones(1))
+    packed = pack_mlp(StoredMlp(one, up, one), compute_dtype=FP32, isa=isa, num_threads=1)
+    t = torch.linspace(18, 87, 5001)
+    got = mlp(-t[:, None], packed, num_threads=1)[:, 0].double()
+    torch.testing.assert_close(got, -t.double() / (1 + t.double().exp()), rtol=3.5 * 2**-23, atol=1e-44)

@@ -179,7 +179,7 @@ def rows_at(whole: Tensor, first: int, count: int, gap: int) -> Tensor:
 
 @every_isa
 @kinds
-@pytest.mark.parametrize(("inputs", "outputs"), [(40, 33), (300, 200), (515, 1)])
+@pytest.mark.parametrize(("inputs", "outputs"), [(40, 33), (300, 200), (515, 1), (260, 270)])
 def test_a_row_keeps_its_bits(stored: str, dtype: torch.dtype, inputs: int, outputs: int, isa: str) -> None:
     packed = pack_linear(make_weight(stored, outputs, inputs), compute_dtype=dtype, isa=isa, num_threads=1)
     x = random(520, inputs).to(dtype)
@@ -187,12 +187,34 @@ def test_a_row_keeps_its_bits(stored: str, dtype: torch.dtype, inputs: int, outp
     assert not whole.isnan().any()
     for threads in (2, 3):
         assert torch.equal(linear(x, packed, num_threads=threads), whole)
-    for count in (1, 2, 5, 6, 7, 47, 48, 49, 191, 192, 193, 511, 512, 513):
+    for count in (1, 2, 5, 6, 7, 16, 17, 23, 24, 25, 47, 48, 49, 95, 96, 97, 191, 192, 193, 511, 512, 513):
         for first in (0, 1, 5, 520 - count):
             if first + count > 520:
                 continue
             got = linear(rows_at(x, first, count, gap=3), packed, num_threads=1 + count % 3)
             assert torch.equal(got, whole[first : first + count]), f"{count} rows at {first}"
+
+
+@every_isa
+@kinds
+def test_an_output_keeps_its_bits_beside_fewer_others(stored: str, dtype: torch.dtype, isa: str) -> None:
+    """Narrow weights take another way through rows and inputs than wide ones."""
+    wide, x = make_weight(stored, 270, 390, block=(128, 64), bias=True), random(130, 390).to(dtype)
+    assert wide.bias is not None
+    whole = linear(x, pack_linear(wide, compute_dtype=dtype, isa=isa, num_threads=1), num_threads=2)
+    for count in (1, 16, 65, 256, 257):
+        narrow = StoredLinear(wide.weight[:count], wide.bias[:count], wide.scale, wide.block)
+        packed = pack_linear(narrow, compute_dtype=dtype, isa=isa, num_threads=1)
+        assert torch.equal(linear(x, packed, num_threads=2), whole[:, :count])
+
+
+@every_isa
+@pytest.mark.parametrize("outputs", [7, 270])
+def test_bfloat16_rows_are_widened_for_products_in_float32(outputs: int, isa: str) -> None:
+    packed = pack_linear(make_weight("float32", outputs, 300), compute_dtype=FP32, isa=isa, num_threads=1)
+    x = random(70, 300).to(BF16)
+    got = linear(x, packed, num_threads=2, out=torch.empty(70, outputs))
+    assert torch.equal(got, linear(x.float(), packed, num_threads=1))
 
 
 @every_isa

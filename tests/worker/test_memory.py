@@ -174,9 +174,9 @@ def stage_peaks(monkeypatch: pytest.MonkeyPatch, llm: LLM) -> tuple[list[int], l
             attending.append(peak - 2 * results[0].nbytes)
             return results[0]
 
-    def counted(x_TC: Tensor, weight: Any) -> Tensor:
+    def counted(x_TC: Tensor, weight: Any, *, dtype: torch.dtype | None = None) -> Tensor:
         if weight is not worker.decoder.weights.lm_head:
-            return linear(x_TC, weight)
+            return linear(x_TC, weight, dtype=dtype)
         results: list[Tensor] = []
         head.append(count_allocations(lambda: results.append(linear(x_TC, weight))).peak)
         return results[0]

@@ -52,8 +52,8 @@ class Backend(Protocol):
         """One matrix a head, of any strides, in this backend's form."""
         ...
 
-    def linear(self, x_TC: Tensor, weight: Linear) -> Tensor:
-        """`x @ W.T + b`: [T, O]."""
+    def linear(self, x_TC: Tensor, weight: Linear, *, dtype: torch.dtype | None = None) -> Tensor:
+        """`x @ W.T + b`: [T, O]. `dtype`: of the result, and of a float32 weight where x is bfloat16, which widens."""
         ...
 
     def per_head(self, x_THA: Tensor, heads: Heads, out_THB: Tensor) -> None:

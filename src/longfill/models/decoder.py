@@ -141,7 +141,7 @@ class Decoder:
                 # Head weights stay in fp32: rounding them to bf16 makes ties among the scores.
                 q_TID, w_TI = backend.index_queries(
                     backend.linear(q_latent[span], w.wq_b),
-                    backend.linear(x_TC[span].float(), w.weights_proj),
+                    backend.linear(x_TC[span], w.weights_proj, dtype=torch.float32),
                     cos_TF[span], sin_TF[span], interleaved=indexer.rope_interleave, quantise=cache.format == "fp8",
                     w_scale=indexer.head_dim**-0.5 * indexer.num_heads**-0.5,
                 )  # fmt: skip

@@ -217,7 +217,7 @@ def _native_index_bytes(args: EngineArgs, config: ModelConfig, kernels: KernelCh
 
 
 def _native_bytes(args: EngineArgs, config: ModelConfig) -> int:
-    """The most that one native call but `index_topk` takes for itself; there is one at a time."""
+    """The most that native calls but `index_topk` take for themselves: one at a time, beside what a product has kept."""
     threads, rows = args.num_threads or default_threads(), args.max_num_batched_tokens
     shape = {"num_rows": rows, "compute_dtype": getattr(torch, config.dtype), "num_threads": threads}
     c, hidden = config, config.hidden_size
@@ -232,6 +232,11 @@ def _native_bytes(args: EngineArgs, config: ModelConfig) -> int:
     heads = ((c.kv_lora_rank, c.qk_nope_head_dim), (c.v_head_dim, c.kv_lora_rank))
     sizes += [cpu.per_head_scratch_bytes(out_size=out_size, in_size=in_size, **shape) for out_size, in_size in heads]
     sizes.append(cpu.mlp_scratch_bytes(hidden_size=hidden, inner_size=c.intermediate_size, **shape))
+    others = [
+        cpu.attention_scratch_bytes(
+            heads=c.num_heads, rank=c.kv_lora_rank, rope_dim=c.qk_rope_head_dim, num_threads=threads
+        )
+    ]
     if c.moe is not None:
         inner = c.moe.moe_intermediate_size
         sizes.append(
@@ -244,17 +249,12 @@ def _native_bytes(args: EngineArgs, config: ModelConfig) -> int:
                 **shape,
             )
         )
-        sizes.append(
+        others.append(
             cpu.route_scratch_bytes(
                 hidden_size=hidden, num_experts=c.moe.num_experts, num_rows=rows, num_threads=threads
             )
         )
-    sizes.append(
-        cpu.attention_scratch_bytes(
-            heads=c.num_heads, rank=c.kv_lora_rank, rope_dim=c.qk_rope_head_dim, num_threads=threads
-        )
-    )
-    return max(sizes)
+    return max(sizes) + max(others)
 
 
 def _widest_input(config: ModelConfig) -> int:

@@ -13,6 +13,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+# As in linear.py: a capsule crosses faster than a tensor.
+from torch.utils.dlpack import to_dlpack  # type: ignore[attr-defined]
+
 from longfill.kernels.cpu.extension import selected_isa
 from longfill.kernels.cpu.packing import PackedLinear, PackedMlp
 from longfill.kernels.interface import ExpertChoice
@@ -36,7 +39,10 @@ def experts(
 
     out_TC = torch.empty(x_TC.shape, dtype=x_TC.dtype)
     always = None if shared is None else shared.native
-    _native.experts([e.native for e in experts], always, ids_TK, weights_TK, x_TC, out_TC, num_threads)
+    _native.experts(
+        [e.native for e in experts], always, to_dlpack(ids_TK), to_dlpack(weights_TK), to_dlpack(x_TC),
+        to_dlpack(out_TC), num_threads,
+    )  # fmt: skip
     return out_TC
 
 
@@ -55,16 +61,16 @@ def route(
     weights_TK = torch.empty(shape)
     _native.route(
         router.native,
-        bias_E,
+        None if bias_E is None else to_dlpack(bias_E),
         choice.scoring,
         choice.group_value or "",
         choice.num_groups,
         choice.topk_groups,
         choice.normalise,
         choice.scale,
-        x_TC,
-        ids_TK,
-        weights_TK,
+        to_dlpack(x_TC),
+        to_dlpack(ids_TK),
+        to_dlpack(weights_TK),
         num_threads,
     )
     return ids_TK, weights_TK

@@ -11,6 +11,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+# A capsule crosses in a tenth of the time that a tensor's own __dlpack__ takes, which is Python code.
+from torch.utils.dlpack import to_dlpack  # type: ignore[attr-defined]
+
 from longfill.kernels.cpu.extension import selected_isa
 from longfill.kernels.cpu.packing import PackedHeads, PackedLinear, PackedMlp
 
@@ -18,13 +21,13 @@ from longfill.kernels.cpu.packing import PackedHeads, PackedLinear, PackedMlp
 def linear(x_TC: Tensor, weight: PackedLinear, *, num_threads: int, out: Tensor | None = None) -> Tensor:
     """`x @ W.T + b`: [T, C] -> [T, O], in the dtype of `x` or of `out`, each bfloat16 or float32 with contiguous rows.
 
-    Where the weight is packed for bfloat16 products, fp32 rows are rounded to it first. Raises ValueError for shapes,
-    dtypes or strides that do not fit.
+    Where the weight is packed for bfloat16 products, fp32 rows are rounded to it first; where it is packed for float32
+    products, bfloat16 rows are widened, which is exact. Raises ValueError for shapes, dtypes or strides that do not fit.
     """
     from longfill.kernels.cpu import _native
 
     out_TO = x_TC.new_empty(x_TC.shape[0], weight.out_size) if out is None else out
-    _native.linear(weight.native, x_TC, out_TO, num_threads)
+    _native.linear(weight.native, to_dlpack(x_TC), to_dlpack(out_TO), num_threads)
     return out_TO
 
 
@@ -35,7 +38,7 @@ def per_head(x_THA: Tensor, heads: PackedHeads, out_THB: Tensor, *, num_threads:
     """
     from longfill.kernels.cpu import _native
 
-    _native.per_head(heads.native, x_THA, out_THB, num_threads)
+    _native.per_head(heads.native, to_dlpack(x_THA), to_dlpack(out_THB), num_threads)
 
 
 def mlp(x_TC: Tensor, weights: PackedMlp, *, num_threads: int) -> Tensor:
@@ -47,7 +50,7 @@ def mlp(x_TC: Tensor, weights: PackedMlp, *, num_threads: int) -> Tensor:
     from longfill.kernels.cpu import _native
 
     out_TC = torch.empty(x_TC.shape, dtype=x_TC.dtype)
-    _native.mlp(weights.native, x_TC, out_TC, num_threads)
+    _native.mlp(weights.native, to_dlpack(x_TC), to_dlpack(out_TC), num_threads)
     return out_TC
 
 
