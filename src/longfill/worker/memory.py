@@ -217,7 +217,7 @@ def _native_index_bytes(args: EngineArgs, config: ModelConfig, kernels: KernelCh
 
 
 def _native_bytes(args: EngineArgs, config: ModelConfig) -> int:
-    """The most that native calls but `index_topk` take for themselves: one at a time, beside what a product has kept."""
+    """The most that native calls but `index_topk` take: one at a time, beside what a product has kept."""
     threads, rows = args.num_threads or default_threads(), args.max_num_batched_tokens
     shape = {"num_rows": rows, "compute_dtype": getattr(torch, config.dtype), "num_threads": threads}
     c, hidden = config, config.hidden_size

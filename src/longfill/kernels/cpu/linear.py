@@ -22,7 +22,8 @@ def linear(x_TC: Tensor, weight: PackedLinear, *, num_threads: int, out: Tensor 
     """`x @ W.T + b`: [T, C] -> [T, O], in the dtype of `x` or of `out`, each bfloat16 or float32 with contiguous rows.
 
     Where the weight is packed for bfloat16 products, fp32 rows are rounded to it first; where it is packed for float32
-    products, bfloat16 rows are widened, which is exact. Raises ValueError for shapes, dtypes or strides that do not fit.
+    products, bfloat16 rows are widened, which is exact. Raises ValueError for shapes, dtypes or strides that do not
+    fit.
     """
     from longfill.kernels.cpu import _native
 
