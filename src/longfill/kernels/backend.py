@@ -52,7 +52,9 @@ class Backend(Protocol):
         """One matrix a head, of any strides, in this backend's form."""
         ...
 
-    def linear(self, x_TC: Tensor, weight: Linear, *, dtype: torch.dtype | None = None) -> Tensor:
+    def linear(
+        self, x_TC: Tensor, weight: Linear, *, dtype: torch.dtype | None = None, out: Tensor | None = None
+    ) -> Tensor:
         """`x @ W.T + b`: [T, O]. `dtype`: of the result, and of a float32 weight where x is bfloat16, which widens."""
         ...
 

@@ -49,9 +49,8 @@ class Attend:
                 _select_all(selection_TK, request, dense)
         return self.index_backend.index_topk(q_TID, w_TI, cache, block.index_chunks, selection_TK, self.workspace)
 
-    def __call__(self, q_THX: Tensor, cache: LatentCache, block: StepRows, span: slice) -> Tensor:
-        """[T, H, R] in the dtype of q: every row's attention over the current selection or its causal range."""
-        out_THR = q_THX.new_empty(*q_THX.shape[:2], cache.rank)
+    def __call__(self, q_THX: Tensor, cache: LatentCache, block: StepRows, span: slice, out_THR: Tensor) -> None:
+        """Fill `out_THR` [T, H, R] with every row's attention over the current selection or its causal range."""
         selection_TK = self.selection_TK[span]
 
         def sparse(request: RequestRows, first: int, last: int, context_LX: Tensor | None) -> None:
@@ -70,7 +69,6 @@ class Attend:
             requests = [block.requests[i] for i in chunk]
             for i, context_LX in zip(chunk, self._gather(cache, requests), strict=True):
                 sparse(block.requests[i], block.dense_rows[i], block.requests[i].query_len, context_LX)
-        return out_THR
 
     def _gather(self, cache: LatentCache, requests: list[RequestRows]) -> list[Tensor] | list[None]:
         """Each request's context in the workspace, or None each when pages are read directly."""

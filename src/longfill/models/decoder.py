@@ -12,6 +12,7 @@ I indexer heads · D indexer dim · K top-k · F = P / 2 · S sampled rows.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -54,6 +55,7 @@ class Decoder:
         """Seconds of the last step by stage."""
         self.screen_counts = ScreenCounts()
         """Of the last step."""
+        self._kept: dict[str, Tensor] = {}
         self._choice = expert_choice(config.moe) if config.moe is not None else None
 
     def forward(self, rows: StepRows) -> Tensor:
@@ -106,19 +108,21 @@ class Decoder:
             with self._timed("project"):
                 q_THX = self._queries(w, q_latent[span], cos_TF[span], sin_TF[span])
             with self._timed("attend"):
-                out_THR = self.attend(q_THX, self.caches.latent[index], block, span)
+                out_THR = self._room("latent out", q_THX.dtype, *q_THX.shape[:2], self.config.kv_lora_rank)
+                self.attend(q_THX, self.caches.latent[index], block, span, out_THR)
             with self._timed("project"):
-                out_THV = out_THR.new_empty(*out_THR.shape[:2], self.config.v_head_dim)
+                out_THV = self._room("out", q_THX.dtype, *q_THX.shape[:2], self.config.v_head_dim)
                 backend.per_head(out_THR, w.up_value, out_THV)
                 hidden_TC[span] += backend.linear(out_THV.flatten(1), w.o)
 
     def _queries(self, w: AttentionWeights, q_latent: Tensor, cos_TF: Tensor, sin_TF: Tensor) -> Tensor:
         """[T, H, R + P]: queries taken into the latent space, with their rotated parts."""
         config = self.config
-        q_THQ = self.backend.linear(q_latent, w.q_b).view(q_latent.shape[0], config.num_heads, -1)
+        q_THQ = self._room("queries", q_latent.dtype, q_latent.shape[0], config.num_heads, config.qk_head_dim)
+        self.backend.linear(q_latent, w.q_b, out=q_THQ.flatten(1))
         q_THN, q_THP = torch.split(q_THQ, [config.qk_nope_head_dim, config.qk_rope_head_dim], -1)
         rank = config.kv_lora_rank
-        q_THX = q_THQ.new_empty(*q_THQ.shape[:2], rank + config.qk_rope_head_dim)
+        q_THX = self._room("latent queries", q_THQ.dtype, *q_THQ.shape[:2], rank + config.qk_rope_head_dim)
         self.backend.per_head(q_THN, w.up_key, q_THX[..., :rank])
         self.backend.rotate(q_THP, cos_TF, sin_TF, q_THX[..., rank:], interleaved=config.rope_interleave)
         return q_THX
@@ -149,6 +153,14 @@ class Decoder:
                 self.screen_counts += self.attend.select(q_TID, w_TI, cache, block, span)
         if self.on_selection is not None:
             self.on_selection(index, self.attend.selection_TK)
+
+    def _room(self, name: str, dtype: torch.dtype, *shape: int) -> Tensor:
+        """Uninitialised; the same memory for each block and layer, so that it is not taken from the system anew."""
+        size = math.prod(shape)
+        kept = self._kept.get(name)
+        if kept is None or kept.numel() < size or kept.dtype != dtype:
+            kept = self._kept[name] = torch.empty(size, dtype=dtype)
+        return kept[:size].view(shape)
 
     @contextmanager
     def _timed(self, stage: str) -> Iterator[None]:

@@ -59,10 +59,13 @@ class NativeBackend:
         """Float32 weights are float32 for a reason."""
         return torch.float32 if stored == torch.float32 else self.dtype
 
-    def linear(self, x_TC: Tensor, weight: Linear, *, dtype: torch.dtype | None = None) -> Tensor:
+    def linear(
+        self, x_TC: Tensor, weight: Linear, *, dtype: torch.dtype | None = None, out: Tensor | None = None
+    ) -> Tensor:
+        if out is None and dtype is not None:
+            out = x_TC.new_empty(x_TC.shape[0], weight.out_size, dtype=dtype)
         packed = cast(packing.PackedLinear, weight)
-        out_TO = torch.empty(x_TC.shape[0], packed.out_size, dtype=dtype or x_TC.dtype)
-        return linear.linear(x_TC, packed, num_threads=self.num_threads, out=out_TO)
+        return linear.linear(x_TC, packed, num_threads=self.num_threads, out=out)
 
     def per_head(self, x_THA: Tensor, heads: Heads, out_THB: Tensor) -> None:
         linear.per_head(x_THA, cast(packing.PackedHeads, heads), out_THB, num_threads=self.num_threads)

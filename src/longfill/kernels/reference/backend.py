@@ -66,8 +66,11 @@ class ReferenceBackend:
     def pack_heads(self, weight_HAB: Tensor) -> StoredHeads:
         return StoredHeads(weight_HAB)
 
-    def linear(self, x_TC: Tensor, weight: Linear, *, dtype: torch.dtype | None = None) -> Tensor:
-        return linear.linear(x_TC if dtype is None else x_TC.to(dtype), cast(StoredLinear, weight))
+    def linear(
+        self, x_TC: Tensor, weight: Linear, *, dtype: torch.dtype | None = None, out: Tensor | None = None
+    ) -> Tensor:
+        result_TO = linear.linear(x_TC if dtype is None else x_TC.to(dtype), cast(StoredLinear, weight))
+        return result_TO if out is None else out.copy_(result_TO)
 
     def per_head(self, x_THA: Tensor, heads: Heads, out_THB: Tensor) -> None:
         weight_HAB = cast(StoredHeads, heads).weight_HAB
