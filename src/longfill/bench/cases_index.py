@@ -6,7 +6,7 @@ each key is a new best, and keys of which most score exactly zero, so that every
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -31,6 +31,7 @@ class Shape:
     rows: int
     keys: int
     data: str = "random"
+    screen: str = "auto"
 
 
 def index_case(shape: Shape, setting: Setting) -> Work:
@@ -42,22 +43,40 @@ def index_case(shape: Shape, setting: Setting) -> Work:
     num_pages = -(-keys // PAGE_SIZE)
     cache = IndexCache(_paged(values, num_pages, shape.dim), _paged(scales, num_pages), "fp8", shape.dim)
     start = keys - rows
-    chunks = [[ScoredRows(RequestRows(0, rows, start, torch.arange(num_pages)), 0, rows, start)]]
-    selection_TK = torch.full((rows, shape.topk), -1, dtype=torch.int32)
-    scores = rows * start + rows * (rows + 1) // 2
+    scored = ScoredRows(RequestRows(0, rows, start, torch.arange(num_pages)), 0, rows, start)
     keys_bf16 = (values.view(torch.float8_e4m3fn).float() * scales[:, None]).bfloat16()
+    return index_work(q_TID, w_TI, cache, scored, keys_bf16, shape.topk, shape.screen, setting)
+
+
+def index_work(
+    q_TID: Tensor, w_TI: Tensor, cache: IndexCache, scored: ScoredRows, keys_bf16: Tensor, topk: int, screen: str,
+    setting: Setting,
+) -> Work:  # fmt: skip
+    """The rows of `scored`, which are all of q and w, over the cache; torch takes the keys as `keys_bf16` [L, D]."""
+    rows, heads, dim = q_TID.shape
+    start = scored.first_position
+    selection_TK = torch.full((rows, topk), -1, dtype=torch.int32)
+    scores = rows * start + rows * (rows + 1) // 2
     return Work(
         call=partial(
-            index_topk, q_TID, w_TI, cache, chunks, selection_TK, num_threads=setting.threads, isa=setting.isa
+            index_topk,
+            q_TID,
+            w_TI,
+            cache,
+            [[scored]],
+            selection_TK,
+            num_threads=setting.threads,
+            isa=setting.isa,
+            screen=screen,
         ),
-        flops=2 * scores * shape.heads * shape.dim,
-        bytes=keys * (shape.dim + 4) + q_TID.nbytes + selection_TK.nbytes,
+        flops=2 * scores * heads * dim,
+        bytes=(start + rows) * (dim + 4) + q_TID.nbytes + selection_TK.nbytes,
         math=setting.math,
         traffic="read",
         items=scores,
         item="score",
         torch=TorchPeer(
-            partial(torch_index_topk, q_TID.bfloat16(), w_TI.bfloat16(), keys_bf16, start, shape.topk),
+            partial(torch_index_topk, q_TID.bfloat16(), w_TI.bfloat16(), keys_bf16, start, topk),
             f"bf16 mm, relu, bmm in tiles of {TORCH_ROWS} rows x {TORCH_KEYS} keys, then topk; keys already bf16",
         ),
     )
@@ -127,5 +146,7 @@ CASES = (
     _case("bundled, ascending scores", _bundled(2048, 65_536, "ascending")),
     _case("bundled, 90% zeros", _bundled(2048, 65_536, "zeros")),
     _case("bundled, 1 row x 131,072 keys", _bundled(1, 131_072)),
+    _case("GLM-5, 64 rows x 131,072 keys, no screen", replace(_glm(64, 131_072), screen="off")),
+    _case("bundled, 2,048 rows x 131,072 keys, no screen", replace(_bundled(2048, 131_072), screen="off")),
     _case("4 heads x 32, 2,048 rows x 65,536 keys", Shape(4, 32, 64, 2048, 65_536)),
 )

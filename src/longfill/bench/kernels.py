@@ -11,13 +11,19 @@ from dataclasses import dataclass
 
 import torch
 
-from longfill.bench import cases_attention, cases_index, cases_linear, cases_rows
+from longfill.bench import cases_attention, cases_index, cases_linear, cases_needle, cases_rows
 from longfill.bench.ceilings import Ceiling, Ceilings, Machine, Math, Traffic
 from longfill.bench.timing import measure
 from longfill.bench.work import Case, Setting, Work
 from longfill.errors import ConfigError
 
-CASES: tuple[Case, ...] = (*cases_index.CASES, *cases_attention.CASES, *cases_linear.CASES, *cases_rows.CASES)
+CASES: tuple[Case, ...] = (
+    *cases_index.CASES,
+    *cases_needle.CASES,
+    *cases_attention.CASES,
+    *cases_linear.CASES,
+    *cases_rows.CASES,
+)
 
 
 @dataclass(frozen=True)
