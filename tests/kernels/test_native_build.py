@@ -16,7 +16,7 @@ from longfill.kernels.select import KernelChoice, choose_kernels
 
 
 def choose(backend: str, **shapes: object) -> KernelChoice:
-    model = {"topk": 16, "index_format": "fp8", "index_head_dim": 128} | shapes
+    model = {"dtype": "bfloat16", "topk": 16, "index_format": "fp8", "index_head_dim": 128} | shapes
     return choose_kernels(EngineArgs(kernel_backend=backend), **model)  # type: ignore[arg-type]
 
 
@@ -41,15 +41,32 @@ def test_a_compiler_is_found_by_its_name_in_cxx(monkeypatch: pytest.MonkeyPatch,
 
 
 @needs_native
-def test_auto_is_native_for_fp8_index_keys_and_reference_otherwise() -> None:
-    assert choose("auto").native_index
-    assert choose("cpu").native_index
-    assert choose("auto").paths["index_topk"] == f"native CPU kernels ({selected_isa()})"
-    assert not choose("reference").native_index
-    assert choose("reference").paths["index_topk"] == "reference"
-    assert not choose("auto", index_format="float32").native_index
-    assert not choose("auto", index_head_dim=24).native_index
-    assert not choose("auto", topk=None, index_format=None, index_head_dim=0).native_index
+def test_auto_is_native_wherever_the_kernels_can_compute_the_model() -> None:
+    native = f"native CPU kernels ({selected_isa()})"
+    for backend in ("auto", "cpu"):
+        for dtype, keys in (("bfloat16", "fp8"), ("float32", "float32")):
+            choice = choose(backend, dtype=dtype, index_format=keys)
+            assert choice.native
+            assert choice.native_index
+            assert all(path.startswith(native) for path in choice.paths.values())
+    chosen = choose("reference")
+    assert not chosen.native
+    assert not chosen.native_index
+    assert all(path.startswith("reference") for path in chosen.paths.values())
+
+
+@needs_native
+def test_auto_takes_the_reference_for_what_the_kernels_cannot_compute_and_says_why() -> None:
+    half = choose("auto", dtype="float16")
+    assert not half.native
+    assert half.paths["linear"] == "reference (no native kernels for float16)"
+    assert half.native_index
+    odd = choose("auto", index_head_dim=24)
+    assert odd.native
+    assert not odd.native_index
+    dense = choose("auto", topk=None, index_format=None, index_head_dim=0)
+    assert dense.native
+    assert not dense.native_index
 
 
 @needs_native
@@ -61,6 +78,7 @@ def test_insisting_on_native_names_the_shape_in_the_way() -> None:
 def test_without_the_extension_auto_is_the_reference_and_cpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(select, "available", lambda: False)
     monkeypatch.setattr(select, "describe", lambda: "this installation has no native ones")
+    assert not choose("auto").native
     assert not choose("auto").native_index
     with pytest.raises(ConfigError, match=r"--kernel-backend cpu: .*this installation has no native ones"):
         choose("cpu")
