@@ -80,5 +80,6 @@ def test_without_the_extension_auto_is_the_reference_and_cpu_is_refused(monkeypa
     monkeypatch.setattr(select, "describe", lambda: "this installation has no native ones")
     assert not choose("auto").native
     assert not choose("auto").native_index
+    assert "this installation has no native kernels" in choose("auto").paths["linear"]
     with pytest.raises(ConfigError, match=r"--kernel-backend cpu: .*this installation has no native ones"):
         choose("cpu")

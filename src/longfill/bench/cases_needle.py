@@ -39,10 +39,15 @@ class _Recorder:
 def needle_case(tokens: int, layer: int, screen: str, setting: Setting) -> Work:
     """Full-indexer layer number `layer` in the last whole step of a `tokens` long text."""
     length = setting.size(tokens, least=2 * STEP)
+    # The default budget: what this process holds already counts, and other cases have left much behind.
     llm = LLM(
-        "needle", max_model_len=length, max_num_batched_tokens=STEP, max_num_seqs=1, num_threads=setting.threads,
-        memory_budget="2GiB", kernel_backend="cpu",
-    )  # fmt: skip
+        "needle",
+        max_model_len=length,
+        max_num_batched_tokens=STEP,
+        max_num_seqs=1,
+        num_threads=setting.threads,
+        kernel_backend="cpu",
+    )
     attend = llm.engine.worker.decoder.attend
     recorder = _Recorder(attend.index_backend)
     attend.index_backend = recorder  # type: ignore[assignment]

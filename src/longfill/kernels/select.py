@@ -73,6 +73,7 @@ def choose_kernels(
         raise ConfigError(f"--kernel-backend cpu: {'; '.join(obstacles + index_obstacles)}")
     if args.indexer_screen == "on" and available() and index_format is not None:
         check_screen(args.indexer_screen, selected_isa(), index_format)
+    missing = [] if available() else ["this installation has no native kernels; reinstall where a C++ compiler is"]
     wanted = args.kernel_backend != "reference"
     dtype_obstacles = [] if dtype in NATIVE_DTYPES else [f"no native kernels for {dtype}"]
     return KernelChoice(
@@ -82,7 +83,7 @@ def choose_kernels(
         use_workspace=has_indexer and args.attention_path == "workspace",
         screen=args.indexer_screen,
         force_mqa=has_indexer and args.sparse_mla_force_mqa,
-        why_reference="; ".join(dtype_obstacles) if wanted and available() else "",
+        why_reference="; ".join(missing + dtype_obstacles) if wanted else "",
     )
 
 
