@@ -14,6 +14,9 @@ from tests.tiny import DSA_FAMILIES, FAMILIES, make_checkpoint
 
 NUM_DSA = 40
 NUM_DENSE = 8
+NEAR_TIES = {38: 138}
+"""Seed of a configuration -> seed of its prompt, where the usual one would rank two scores 1e-6 apart as k-th and k+1-th:
+sums in another order may keep either."""
 DENSE_FAMILIES = tuple(family for family in FAMILIES if family not in DSA_FAMILIES)
 
 
@@ -68,7 +71,7 @@ def test_logits_and_selections_equal_transformers_however_the_prompt_is_cut(tmp_
     model = make_checkpoint(tmp_path, family, seed, fp8=seed % 5 == 3, **fields)
     topk = fields["index_topk"]
     length = [topk - 1, topk, topk + 1, 3 * topk + 5][seed // 2 % 4]
-    prompt = tokens(length, seed)
+    prompt = tokens(length, NEAR_TIES.get(seed, seed))
     want = oracle(model, prompt)
     for page, chunk in itertools.product((4, 64), (4096, 1, 3, 7, 64)):
         llm = engine(tmp_path, block_size=page, max_num_batched_tokens=chunk, max_num_seqs=1)
