@@ -15,7 +15,7 @@ from tests.tiny import DSA_FAMILIES, FAMILIES, make_checkpoint
 NUM_DSA = 40
 NUM_DENSE = 8
 NEAR_TIES = {38: 138}
-"""Seed of a configuration -> seed of its prompt, where the usual one would rank two scores 1e-6 apart as k-th and k+1-th:
+"""Seed of a configuration -> seed of its prompt, where the usual one would rank two scores 1e-6 apart as last and next:
 sums in another order may keep either."""
 DENSE_FAMILIES = tuple(family for family in FAMILIES if family not in DSA_FAMILIES)
 
