@@ -124,7 +124,7 @@ bool is_power_of_two(float scale) {
 }
 
 void rms_norm_py(const std::string& isa_name, const ConstValues2& x, const ConstValues1& weight, float eps,
-                 std::optional<Values2>& residual, Values2& out, int num_threads) {
+                 Values2& out, int num_threads) {
   const Isa& isa = isa_named(isa_name);
   const auto rows = signed_size(x.shape(0));
   const auto width = signed_size(x.shape(1));
@@ -134,14 +134,7 @@ void rms_norm_py(const std::string& isa_name, const ConstValues2& x, const Const
   require(type_of(weight) == type && type_of(out) == type, "rows, weight and result must have one dtype");
   require(signed_size(weight.shape(0)) == width, "the weight must have a row's width");
   require(signed_size(out.shape(0)) == rows && signed_size(out.shape(1)) == width, "the result must have x's shape");
-  Rows sum{nullptr, 0};
-  if (residual.has_value()) {
-    require(type_of(*residual) == type, "rows and residual must have one dtype");
-    require(signed_size(residual->shape(0)) == rows && signed_size(residual->shape(1)) == width,
-            "the residual must have x's shape");
-    sum = writable(*residual);
-  }
-  const RmsNormArgs args{type, readable(x), sum, readable(weight).data, eps, writable(out), width};
+  const RmsNormArgs args{type, readable(x), readable(weight).data, eps, writable(out), width};
   nb::gil_scoped_release release;
   rms_norm(isa, args, rows, num_threads);
 }
@@ -241,7 +234,7 @@ void rotate_py(const std::string& isa_name, const ConstValues3& x, const ConstFl
 
 void bind_rows(nb::module_& m) {
   m.def("rms_norm", &rms_norm_py, nb::arg("isa"), nb::arg("x").noconvert(), nb::arg("weight").noconvert(),
-        nb::arg("eps"), nb::arg("residual").noconvert().none(), nb::arg("out").noconvert(), nb::arg("num_threads"));
+        nb::arg("eps"), nb::arg("out").noconvert(), nb::arg("num_threads"));
   m.def("store_latent", &store_latent_py, nb::arg("isa"), nb::arg("kv").noconvert(), nb::arg("norm").noconvert(),
         nb::arg("eps"), nb::arg("cos").noconvert(), nb::arg("sin").noconvert(), nb::arg("interleaved"),
         nb::arg("cache").noconvert(), nb::arg("format"), nb::arg("scale"), nb::arg("rope_scale"),

@@ -50,11 +50,10 @@ struct PagedRows {
   }
 };
 
-// out = x / rms(x) * weight. With a residual, that becomes residual + x first and is what is normalised.
+// out = x / rms(x) * weight.
 struct RmsNormArgs {
   ValueType type;  // of every row and the weight
   ConstRows x;
-  Rows residual;  // or null
   const char* weight;
   float eps;
   Rows out;

@@ -59,17 +59,6 @@ LONGFILL_INLINE float rms_factor(const T* x, std::int64_t n, float eps) {
   return inverse_root(sum / static_cast<float>(n), eps);
 }
 
-// residual += x; the factor of the sum as it is stored.
-template <class T>
-LONGFILL_INLINE float add_and_rms_factor(const T* x, T* residual, std::int64_t n, float eps) {
-  const float sum = sum_over(n, [&](std::int64_t i, auto some) {
-    const Floats v = rounded<T>(load(residual + i, some) + load(x + i, some));
-    store(residual + i, v, some);
-    return v * v;
-  });
-  return inverse_root(sum / static_cast<float>(n), eps);
-}
-
 // Rounded to T before the weight and, in memory of To as well, after it: as Llama does.
 template <class T, class To>
 LONGFILL_INLINE void scale_by(const T* x, const T* weight, float factor, std::int64_t n, To* out) {
@@ -83,16 +72,8 @@ template <class T>
 void rms_norm_rows(const RmsNormArgs& a, std::int64_t first, std::int64_t last) {
   const T* const weight = reinterpret_cast<const T*>(a.weight);
   for (std::int64_t row = first; row < last; ++row) {
-    const T* x = row_of<T>(a.x, row);
-    float factor;
-    if (a.residual.data != nullptr) {
-      T* const residual = row_of<T>(a.residual, row);
-      factor = add_and_rms_factor(x, residual, a.width, a.eps);
-      x = residual;
-    } else {
-      factor = rms_factor(x, a.width, a.eps);
-    }
-    scale_by(x, weight, factor, a.width, row_of<T>(a.out, row));
+    const T* const x = row_of<T>(a.x, row);
+    scale_by(x, weight, rms_factor(x, a.width, a.eps), a.width, row_of<T>(a.out, row));
   }
 }
 

@@ -82,8 +82,6 @@ def test_results_that_do_not_fit_are_refused() -> None:
     for out in (torch.empty(3, 15), torch.empty(2, 16), torch.empty(1, 16).expand(3, 16), torch.empty(16, 3).T):
         with pytest.raises(ValueError, match=r"result|overlap|contiguous"):
             rows.rms_norm(x, weight, 1e-6, num_threads=1, out=out)
-    with pytest.raises(ValueError, match="residual"):
-        rows.add_rms_norm(x, random(2, 16), weight, 1e-6, num_threads=1)
     with pytest.raises(ValueError, match="num_threads"):
         rows.rms_norm(x, weight, 1e-6, num_threads=0)
     with pytest.raises(ValueError, match="all heads"):

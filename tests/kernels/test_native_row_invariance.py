@@ -33,12 +33,8 @@ def operations(dtype: torch.dtype, interleaved: bool, poison: int | None = None)
         x[poison, 3::7] = NAN
         x[poison, 5::7] = INF
     weight, norm = random(1040, seed=1).to(dtype), (random(560, seed=2), random(560, seed=3))
-    residual, w = random(NUM_ROWS, 1040, seed=4).to(dtype), random(NUM_ROWS, 8, seed=5)
+    w = random(NUM_ROWS, 8, seed=5)
     cos, sin = tables(NUM_ROWS, 24)
-
-    def add(r: slice, threads: int, isa: str) -> tuple[Tensor, ...]:
-        total = residual[r].clone()
-        return rows.add_rms_norm(x[r], total, weight, 1e-6, num_threads=threads, isa=isa), total
 
     def latent(cache_format: str) -> Operation:
         def run(r: slice, threads: int, isa: str) -> tuple[Tensor, ...]:
@@ -68,7 +64,6 @@ def operations(dtype: torch.dtype, interleaved: bool, poison: int | None = None)
 
     return {
         "rms_norm": lambda r, threads, isa: (rows.rms_norm(x[r], weight, 1e-6, num_threads=threads, isa=isa),),
-        "add_rms_norm": add,
         **{f"store_latent {cache_format}": latent(cache_format) for cache_format in LATENT_FORMATS},
         "store_index_keys": keys,
         "index_queries": lambda r, threads, isa: rows.index_queries(

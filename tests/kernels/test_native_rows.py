@@ -43,18 +43,6 @@ def test_rms_norm_is_the_references(isa: str, dtype: torch.dtype, width: int) ->
     assert same(rows.rms_norm(x, weight, 1e-5, num_threads=1, isa=isa), linear.rms_norm(x, weight, 1e-5))
 
 
-@every_isa
-@both_dtypes
-@pytest.mark.parametrize("width", WIDTHS)
-def test_add_rms_norm_is_the_references(isa: str, dtype: torch.dtype, width: int) -> None:
-    x, residual = random(7, width).to(dtype), strided(random(7, width, seed=1).to(dtype))
-    weight = random(width, seed=2).to(dtype)
-    before = residual.clone()
-    got = rows.add_rms_norm(x, residual, weight, 1e-6, num_threads=2, isa=isa)
-    assert same(residual, before + x)
-    assert same(got, rows.rms_norm(residual, weight, 1e-6, num_threads=1, isa=isa))
-
-
 @both_dtypes
 def test_the_norm_may_replace_its_input(dtype: torch.dtype) -> None:
     x, weight = random(5, 40).to(dtype), random(40, seed=1).to(dtype)

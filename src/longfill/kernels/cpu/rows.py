@@ -27,39 +27,12 @@ def rms_norm(
     x_TC: Tensor, weight_C: Tensor, eps: float, *, num_threads: int, out: Tensor | None = None, isa: str | None = None
 ) -> Tensor:
     """`x / rms(x) * weight`, [T, C] in the dtype of x (float32 or bfloat16, as the weight's); `out` may be x itself."""
-    return _rms_norm(x_TC, weight_C, eps, None, out, num_threads, isa)
-
-
-def add_rms_norm(
-    x_TC: Tensor,
-    residual_TC: Tensor,
-    weight_C: Tensor,
-    eps: float,
-    *,
-    num_threads: int,
-    out: Tensor | None = None,
-    isa: str | None = None,
-) -> Tensor:
-    """Add x to `residual_TC` in place, rounded to its dtype, and return the norm of that sum; `out` may be x itself."""
-    return _rms_norm(x_TC, weight_C, eps, residual_TC, out, num_threads, isa)
-
-
-def _rms_norm(
-    x_TC: Tensor,
-    weight_C: Tensor,
-    eps: float,
-    residual_TC: Tensor | None,
-    out: Tensor | None,
-    num_threads: int,
-    isa: str | None,
-) -> Tensor:
     chosen = isa or selected_isa()
     # Imported here because an installation without a compiler has no extension.
     from longfill.kernels.cpu import _native
 
     out_TC = torch.empty_like(x_TC, memory_format=torch.contiguous_format) if out is None else out
-    residual = None if residual_TC is None else to_dlpack(residual_TC)
-    _native.rms_norm(chosen, to_dlpack(x_TC), to_dlpack(weight_C), eps, residual, to_dlpack(out_TC), num_threads)
+    _native.rms_norm(chosen, to_dlpack(x_TC), to_dlpack(weight_C), eps, to_dlpack(out_TC), num_threads)
     return out_TC
 
 
