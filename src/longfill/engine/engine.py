@@ -26,7 +26,7 @@ from longfill.models.config import ModelConfig
 from longfill.models.hub import resolve_model, weights_revision
 from longfill.partition import StepPlan, StepRequest
 from longfill.request import FinishReason, Request, RequestOutput, SamplingParams, TokenIds
-from longfill.scheduler import Schedule, Scheduler
+from longfill.scheduler import Schedule, Scheduler, scheduler_config
 from longfill.units import NumPages
 from longfill.worker.sampler import request_seed, validate
 from longfill.worker.worker import StepResult, Worker
@@ -57,10 +57,7 @@ class LLMEngine:
         )
         self.scheduler = Scheduler(
             self.cache,
-            max_model_len=self.worker.memory.max_model_len,
-            max_num_batched_tokens=args.max_num_batched_tokens,
-            max_num_seqs=args.max_num_seqs,
-            eos_token_ids=self._eos_token_ids(),
+            scheduler_config(args, max_model_len=self.worker.memory.max_model_len, eos_token_ids=self._eos_token_ids()),
         )
         self.stats = EngineStats()
         self.last_step: StepStats | None = None
@@ -121,9 +118,9 @@ class LLMEngine:
             # The ledger counts these tokens as computed already; their pages were never written.
             self.scheduler.retract(schedule)
             raise
-        tokens = {request_id: token.token_id for request_id, token in result.sampled.items()}
+        tokens = {request_id: (token.token_id,) for request_id, token in result.sampled.items()}
         advanced = self.scheduler.update(schedule, tokens, result.failed)
-        outputs = [self._deliver(request, result) for request in advanced]
+        outputs = [self._deliver(advance.request, result) for advance in advanced]
         seconds = result.seconds | {"step": time.perf_counter() - start}
         self._record(schedule, plan, result.screen, seconds, progress, preempted)
         return outputs
