@@ -114,7 +114,7 @@ class Worker:
         try:
             tokens = sample(logits_SV, inputs)
         except LogitsError as error:
-            failed = dict.fromkeys(error.request_ids, str(error))
+            failed = error.reasons
             kept = [i for i, row in enumerate(inputs) if row.request_id not in failed]
             logits_SV, inputs = logits_SV[kept], [inputs[i] for i in kept]
             tokens = sample(logits_SV, inputs)
