@@ -274,7 +274,7 @@ class CompletionOutput:
 
 @dataclass
 class RequestMetrics:
-    """Times in seconds on the monotonic clock; counts of this request."""
+    """Times in seconds on the monotonic clock; counts of this request, with n > 1 added up over its completions."""
 
     arrival_time: float = 0.0
     first_scheduled_time: float | None = None
@@ -296,4 +296,5 @@ class RequestOutput:
     num_cached_tokens: int = 0
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
     digest: str | None = None
-    """SHA-256 (hex) over the sampled rows' fp32 logits in order, when the engine runs with `digest=True`."""
+    """SHA-256 (hex) over the sampled rows' fp32 logits in order, when the engine runs with `digest=True`; with n > 1,
+    that of the completions' digests, in hex and by index, of those that began."""
