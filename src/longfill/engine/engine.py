@@ -18,6 +18,7 @@ from longfill.cache import KVCacheManager
 from longfill.cache.prefix import PrefixIdentity
 from longfill.config import EngineArgs
 from longfill.engine.compute import StepComputer, StepOutcome
+from longfill.engine.fanout import Fanout
 from longfill.engine.live import LiveRequest
 from longfill.engine.pipeline import Computed, StepPipeline
 from longfill.engine.stats import EngineStats, StepStats
@@ -68,6 +69,7 @@ class LLMEngine:
         )
         self._computed_until = self._booked_until = 0.0
         self._preempted: tuple[str, ...] = ()
+        self._fanout = Fanout(self._queue, self._live, at_once=not args.enable_prefix_caching)
         self._ordinal = 0
         self._process = psutil.Process()
 
@@ -82,8 +84,13 @@ class LLMEngine:
         params: SamplingParams,
         *,
         cache_salt: str = "",
+        priority: int = 0,
+        tenant: str = "",
     ) -> None:
-        """Queue a prompt (text or token ids). Raises RequestError for one that cannot be served as asked."""
+        """Queue a prompt (text or token ids). Raises RequestError for one that cannot be served as asked.
+
+        Lower `priority` goes first and `tenant` says whose share a prompt takes, where the scheduler's policies ask.
+        """
         text = prompt if isinstance(prompt, str) else None
         if isinstance(prompt, str):
             if self.tokenizer is None:
@@ -91,15 +98,36 @@ class LLMEngine:
             prompt = self.tokenizer.encode(prompt)
         validate(params, self.model_config.vocab_size)
         compatibility.check(self.args, self.model_config, params)
-        request = Request(request_id, prompt, params, arrival_time=time.monotonic(), cache_salt=cache_salt)
+        request = Request(
+            request_id,
+            prompt,
+            params,
+            arrival_time=time.monotonic(),
+            cache_salt=cache_salt,
+            priority=priority,
+            tenant=tenant,
+        )
         _check_vocabulary(request, self.model_config.vocab_size)
-        self.scheduler.add_request(request)
-        seed = request_seed(params, self.args.seed, self._ordinal)
+        self._fanout.add(request, text, request_seed(params, self.args.seed, self._ordinal))
         self._ordinal += 1
-        self._live[request_id] = LiveRequest(request, text, seed, self.tokenizer, digest=self.args.digest)
+
+    def _queue(self, request: Request, text: str | None, seed: int) -> None:
+        self.scheduler.add_request(request)
+        self._live[request.request_id] = LiveRequest(
+            request,
+            text,
+            seed,
+            self.tokenizer,
+            digest=self.args.digest,
+            eos_token_ids=self.scheduler.config.eos_token_ids,
+            vocab_size=self.model_config.vocab_size,
+        )
 
     def abort_request(self, request_id: str) -> RequestOutput | None:
         """End a request now; returns what it had, or None if it has ended already. No token follows."""
+        return self._fanout.abort(request_id, self._abort)
+
+    def _abort(self, request_id: str) -> RequestOutput | None:
         self.scheduler.abort(request_id)
         live = self._live.pop(request_id, None)
         return None if live is None else live.output()
@@ -113,7 +141,7 @@ class LLMEngine:
         outputs = self._schedule()
         if not self._pipeline:
             self.last_step = None
-            return outputs
+            return self._fanout.deliver(outputs)
         scheduled = time.perf_counter()
         try:
             computed = self._pipeline.wait()
@@ -136,7 +164,7 @@ class LLMEngine:
         ended = time.perf_counter()
         host = {"schedule": scheduled - began, "update": ended - waited, "wait": waited - scheduled}
         self._record(computed, host, progress, ended)
-        return outputs
+        return self._fanout.deliver(outputs)
 
     def close(self) -> None:
         """End the worker's thread; the engine takes no further step."""

@@ -75,8 +75,6 @@ class StepStats:
     """Of those, pairs that were scored exactly all the same."""
     gathered_rows: int
     """Latent rows copied into the workspace, over all layers; 0 where pages are read directly."""
-    spec: SpecDecodingStats
-    """What became of the drafts that the step verified."""
     seconds: dict[str, float]
     """Stage -> seconds. "step" is what it added to the time that has passed, "compute" what the worker took; the host's
     part is "schedule" and "update", and "wait" what it waited for the worker; "idle" is what the worker waited before
@@ -86,6 +84,8 @@ class StepStats:
     preempted: tuple[str, ...]
     rss_bytes: int
     """Resident memory of the process after the step."""
+    spec: SpecDecodingStats = field(default_factory=SpecDecodingStats)
+    """What became of the drafts that the step verified."""
 
 
 @dataclass
