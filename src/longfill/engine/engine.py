@@ -24,9 +24,9 @@ from longfill.errors import ConfigError, RequestError
 from longfill.kernels.interface import ScreenCounts
 from longfill.models.config import ModelConfig
 from longfill.models.hub import resolve_model, weights_revision
-from longfill.partition import StepPlan, StepRequest
+from longfill.partition import StepPlan
 from longfill.request import FinishReason, Request, RequestOutput, SamplingParams, TokenIds
-from longfill.scheduler import Schedule, Scheduler, scheduler_config
+from longfill.scheduler import Advance, Schedule, Scheduler, scheduler_config
 from longfill.units import NumPages
 from longfill.worker.sampler import request_seed, validate
 from longfill.worker.worker import StepResult, Worker
@@ -95,7 +95,7 @@ class LLMEngine:
     def abort_request(self, request_id: str) -> RequestOutput | None:
         """End a request now; returns what it had, or None if it has ended already. No token follows."""
         self.scheduler.abort(request_id)
-        live = self._live.pop(request_id, None)
+        live = self._forget(request_id)
         return None if live is None else live.output()
 
     def step(self) -> list[RequestOutput]:
@@ -111,16 +111,16 @@ class LLMEngine:
             live.scheduled()
             progress[scheduled.request_id] = (scheduled.start + scheduled.num_tokens, live.request.num_tokens)
         try:
-            plan = self._plan(schedule)
+            plan = self.worker.plan(self.worker.resolve(schedule.requests))
             inputs = [self._live[r.request_id].sample_input() for r in plan.requests if r.samples]
             result = self.worker.execute(plan, inputs)
         except BaseException:
             # The ledger counts these tokens as computed already; their pages were never written.
             self.scheduler.retract(schedule)
             raise
-        tokens = {request_id: (token.token_id,) for request_id, token in result.sampled.items()}
+        tokens = {name: tuple(token.token_id for token in found) for name, found in result.sampled.items()}
         advanced = self.scheduler.update(schedule, tokens, result.failed)
-        outputs = [self._deliver(advance.request, result) for advance in advanced]
+        outputs = [self._deliver(advance, result) for advance in advanced]
         seconds = result.seconds | {"step": time.perf_counter() - start}
         self._record(schedule, plan, result.screen, seconds, progress, preempted)
         return outputs
@@ -134,31 +134,34 @@ class LLMEngine:
             if schedule.requests or not schedule.preempted:
                 return schedule, preempted
 
-    def _plan(self, schedule: Schedule) -> StepPlan:
-        return self.worker.plan(
-            [
-                StepRequest(r.request_id, r.start, r.num_tokens, r.page_table, r.token_ids, r.samples)
-                for r in schedule.requests
-            ]
-        )
-
-    def _deliver(self, request: Request, result: StepResult) -> RequestOutput:
-        """Hand a request its new token, or the reason why it failed; a stop string may end it here."""
+    def _deliver(self, advance: Advance, result: StepResult) -> RequestOutput:
+        """Hand a request its new tokens, or the reason why it failed; a stop string may end it at any of them."""
+        request = advance.request
         live = self._live[request.request_id]
         if request.request_id in result.failed:
             live.error = result.failed[request.request_id]
-            del self._live[request.request_id]
+            self._forget(request.request_id)
             return live.output()
-        token = result.sampled[request.request_id]
-        # Sampled stop tokens (eos among them) are no text, as in vLLM.
-        hidden = request.finish_reason is FinishReason.STOP and not request.params.include_stop_str_in_output
-        stop = live.append(token, result.logits[request.request_id], hidden=hidden)
-        if stop is not None:
-            self.scheduler.finish(request.request_id, FinishReason.STOP, stop)
-            request.finish_reason, request.stop_reason = FinishReason.STOP, stop
+        tokens = result.sampled[request.request_id][: advance.num_tokens]
+        for left, token, logits_V in zip(
+            range(len(tokens))[::-1], tokens, result.logits[request.request_id], strict=False
+        ):
+            # Sampled stop tokens (eos among them) are no text, as in vLLM.
+            ended = left == 0 and request.finish_reason is FinishReason.STOP
+            stop = live.append(token, logits_V, hidden=ended and not request.params.include_stop_str_in_output)
+            if stop is not None:
+                request.drop_outputs_after(request.num_output_tokens - left)
+                self.scheduler.finish(request.request_id, FinishReason.STOP, stop)
+                request.finish_reason, request.stop_reason = FinishReason.STOP, stop
+                break
         if request.is_finished:
-            del self._live[request.request_id]
+            self._forget(request.request_id)
         return live.output()
+
+    def _forget(self, request_id: str) -> LiveRequest | None:
+        """Let go of a request that has ended; None for one that is unknown."""
+        self.worker.tails.drop(request_id)
+        return self._live.pop(request_id, None)
 
     def _record(
         self,
@@ -193,12 +196,13 @@ class LLMEngine:
 
     def _identity(self, folder: Path) -> PrefixIdentity:
         layout = self.worker.layout
+        drafts = "/draft" if layout.num_layers > self.model_config.num_layers else ""
         overrides = json.dumps(dict(self.args.hf_overrides or {}), sort_keys=True)
         return PrefixIdentity(
             model=self.model_config.model_type,
             revision=f"{weights_revision(folder)} {overrides}",
             dtype=self.model_config.dtype,
-            cache_format=f"{layout.latent_format}/{layout.index_format}/{layout.page_size}",
+            cache_format=f"{layout.latent_format}/{layout.index_format}/{layout.page_size}{drafts}",
             rope=dataclasses.asdict(self.model_config.rope),
         )
 
