@@ -53,6 +53,11 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "num_gpu_blocks_override": {"num_gpu_blocks_override": POOL},
     "block_size": {"block_size": 8},
     "max_num_batched_tokens": {"max_num_batched_tokens": 7},
+    "long_prefill_token_threshold": {"long_prefill_token_threshold": 3},
+    "prefill_schedule_interval": {"prefill_schedule_interval": 2},
+    "async_scheduling": {"async_scheduling": True},
+    "split_mixed_batch": {"split_mixed_batch": True},
+    "speculative_config": {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2}},
     "digest": {"digest": True},
     "skip_tokenizer_init": {"skip_tokenizer_init": True},
     "tokenizer": {"tokenizer": "OTHER"},
@@ -122,7 +127,7 @@ class Bench:
             fields = {k: v for k, v in fields.items() if not k.startswith("index")}
         sizes = {"num_hidden_layers": 2, "n_routed_experts": 4, "num_attention_heads": 2, "num_key_value_heads": 2}
         folder = self.root / f"{'-'.join(sorted(names)).replace(' ', '_')}_{topk}"
-        model = make_checkpoint(folder, **fields, **sizes, kv_lora_rank=128)
+        model = make_checkpoint(folder, **fields, **sizes, kv_lora_rank=128, mtp=1)
         gpt2().save(str(folder / "tokenizer.json"))
         return folder, model
 
