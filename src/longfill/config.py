@@ -190,6 +190,12 @@ class EngineArgs:
         return None if self.speculative_config is None else SpeculativeConfig.from_mapping(self.speculative_config)
 
     @property
+    def num_speculative_tokens(self) -> int:
+        """Drafts of a step; 0 without speculation."""
+        speculation = self.speculation
+        return 0 if speculation is None else speculation.num_speculative_tokens
+
+    @property
     def steps_in_flight(self) -> int:
         """Steps that are scheduled before the oldest is booked."""
         return self.max_concurrent_batches if self.async_scheduling else 1

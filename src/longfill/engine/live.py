@@ -25,7 +25,6 @@ class LiveRequest:
         self, request: Request, prompt: str | None, seed: int, tokenizer: Tokenizer | None, *, digest: bool
     ) -> None:
         self.request = request
-        self.error: str | None = None
         self._prompt = prompt
         self._seed = seed
         self._tokenizer = tokenizer
@@ -35,10 +34,10 @@ class LiveRequest:
         self._cumulative_logprob = 0.0
         self._metrics = RequestMetrics(arrival_time=request.arrival_time)
 
-    def sample_input(self) -> SampleInput:
-        """What its next token depends on besides the logits."""
+    def sample_input(self, position: int) -> SampleInput:
+        """What the token at a position of the sequence depends on besides the logits."""
         request = self.request
-        return SampleInput(request.request_id, request.params, self._seed, request.num_output_tokens)
+        return SampleInput(request.request_id, request.params, self._seed, position - request.num_prompt_tokens)
 
     def scheduled(self) -> None:
         """Count a step that computes some of its tokens."""
@@ -75,7 +74,7 @@ class LiveRequest:
             text="" if self._detokenizer is None else self._detokenizer.text,
             token_ids=request.output_token_ids.tolist(),
             finish_reason=None if request.finish_reason is None else request.finish_reason.value,
-            stop_reason=self.error if request.finish_reason is FinishReason.ERROR else request.stop_reason,
+            stop_reason=request.error if request.finish_reason is FinishReason.ERROR else request.stop_reason,
             logprobs=self._logprobs,
             cumulative_logprob=None if self._logprobs is None else self._cumulative_logprob,
         )

@@ -83,7 +83,6 @@ def scheduler_config(
     args: EngineArgs, *, max_model_len: int, eos_token_ids: Collection[int] = (), draft_slots: int = 0
 ) -> SchedulerConfig:
     """The knobs of `args` that the scheduler reads. Raises ConfigError for those that contradict each other."""
-    speculative = args.speculation
     return SchedulerConfig(
         max_model_len=max_model_len,
         max_num_batched_tokens=args.max_num_batched_tokens,
@@ -100,7 +99,7 @@ def scheduler_config(
         decode_share=args.decode_share,
         ttft_target=args.ttft_target,
         progress_timeout=args.progress_timeout,
-        num_speculative_tokens=0 if speculative is None else speculative.num_speculative_tokens,
+        num_speculative_tokens=args.num_speculative_tokens,
         draft_slots=draft_slots,
         eos_token_ids=frozenset(eos_token_ids),
     )
