@@ -100,21 +100,21 @@ def simulate(
     from longfill.simulate import StepCost, simulate
 
     check_plot(plot)
-    variants = {"": engine} if compare is None else _variants(engine, compare)
+    flag, variants = ("", {"": engine}) if compare is None else _variants(engine, compare)
     if draft_acceptance is not None and all(args.speculation is None for args in variants.values()):
         raise ConfigError("--draft-acceptance: nothing drafts; give --speculative-config too")
     costs = {"step_seconds": step_seconds, "token_seconds": token_seconds, "pair_seconds": pair_seconds}
     cost = StepCost(**{name: seconds for name, seconds in costs.items() if seconds is not None})
     requests = _read(trace, synthetic, engine.seed)
-    acceptance = {} if draft_acceptance is None else {"draft_acceptance": draft_acceptance}
-    runs = {
-        name: simulate(
-            requests, args, cost=cost, num_pages=num_pages, eos_token_ids=eos_token_id or (), **acceptance
-        ).to_json()
-        for name, args in variants.items()
-    }
+    options: dict[str, Any] = {"cost": cost, "num_pages": num_pages, "eos_token_ids": eos_token_id or ()}
+    if draft_acceptance is not None:
+        options["draft_acceptance"] = draft_acceptance
+    runs = {name: simulate(requests, args, **options).to_json() for name, args in variants.items()}
     values: dict[str, Any] = {"clock": "virtual", "cost": dataclasses.asdict(cost)}
-    values |= runs[""] if compare is None else {"runs": [{"name": name} | run for name, run in runs.items()]}
+    if compare is None:
+        values |= runs[""]
+    else:
+        values |= {"compare": flag, "runs": [{"name": name} | run for name, run in runs.items()]}
     if plot is not None:
         from longfill.simulate.plot import draw_simulation
 
@@ -123,7 +123,7 @@ def simulate(
     if as_json:
         print_json(values)
     else:
-        _show(runs, cost, stdout())
+        _show(flag, runs, cost, stdout())
     return 0
 
 
@@ -142,27 +142,25 @@ def _read(trace: str | None, synthetic: str | None, seed: int) -> list[TraceRequ
         raise ConfigError(f"cannot read {name}: {error}") from None
 
 
-def _variants(engine: EngineArgs, compare: str) -> dict[str, EngineArgs]:
-    """The arguments of each run, by name: `prefill-policy=ordered,fair` makes two."""
+def _variants(engine: EngineArgs, compare: str) -> tuple[str, dict[str, EngineArgs]]:
+    """`prefill-policy=ordered,fair` -> the flag, and the arguments of each run by its value."""
     flag, _, values = compare.partition("=")
     knob = flag.strip().removeprefix("--").replace("-", "_")
     if knob not in KNOBS or knob == "speculative_config" or not values:
         flags = ", ".join(flag_name(name)[2:] for name in KNOBS if name != "speculative_config")
         raise ConfigError(f"--compare: expected FLAG=VALUE,VALUE with one of {flags}; got {compare!r}")
     names = [value.strip() for value in values.split(",")]
-    return {
-        f"{flag_name(knob)[2:]} {name}": dataclasses.replace(engine, **{knob: knob_value(knob, name)}) for name in names
-    }
+    return flag_name(knob)[2:], {name: dataclasses.replace(engine, **{knob: knob_value(knob, name)}) for name in names}
 
 
-def _show(runs: dict[str, dict[str, Any]], cost: StepCost, console: Console) -> None:
+def _show(flag: str, runs: dict[str, dict[str, Any]], cost: StepCost, console: Console) -> None:
     """The figures as a table, a column for each run."""
     console.print(
         f"Virtual time: {cost.step_seconds * 1e3:g} ms a step + {cost.token_seconds * 1e6:g} us a token + "
         f"{cost.pair_seconds * 1e12:g} ps a (query, key) pair; no model ran"
     )
     table = Table(box=None, padding=(0, 2), show_header=len(runs) > 1)
-    table.add_column("", no_wrap=True)
+    table.add_column(flag, no_wrap=True)
     for name in runs:
         table.add_column(name, justify="right")
     columns = [_rows(run["summary"]) for run in runs.values()]

@@ -25,7 +25,7 @@ _MOST_EDGES = 250
 
 def draw_simulation(values: Mapping[str, Any], path: Path) -> list[Path]:
     """Draw what `simulate --json` printed, runs that were compared side by side; returns the files."""
-    runs = values.get("runs") or [values]
+    runs = values.get("runs", [values])
     requests = len(runs[0]["requests"])
     heights = [2.0, 0.9, *([0.5 + requests / 30] if requests <= _MOST_LINES else [])]
 
@@ -40,7 +40,9 @@ def draw_simulation(values: Mapping[str, Any], path: Path) -> list[Path]:
             for each in axes:
                 quiet(each, theme)
             axes[0].yaxis.set_major_formatter(matplotlib.ticker.FuncFormatter(thousands))
-            axes[0].set_title(run.get("name", ""), color=theme.text, fontsize=9)
+            axes[0].set_title(
+                f"{values['compare']} {run['name']}" if "runs" in values else "", color=theme.text, fontsize=9
+            )
             axes[0].legend(frameon=False, labelcolor=theme.text, fontsize=8, loc="upper right")
             axes[-1].set_xlabel("virtual seconds")
             axes[0].set_xlim(left=0)

@@ -110,8 +110,7 @@ class _Simulator:
             if self._in_flight:
                 self._advance()
             elif self._requests:
-                # They wait for each other's pages and nothing runs: only time, or the watchdog, can help.
-                self._now = min(self._agenda.next_time, self._now + self._scheduler.config.progress_timeout)
+                raise RuntimeError(f"step {self._step}: nothing is planned, and {len(self._requests)} requests wait")
             elif (skipped := self._agenda.skip_idle(self._now, self._step)) is not None:
                 self._now, self._step = skipped
             else:
@@ -127,9 +126,10 @@ class _Simulator:
 
     def _fill(self) -> None:
         """Schedule until enough steps are in flight, or one finds nothing to do."""
-        self._let_in()
-        while len(self._in_flight) < self._steps_in_flight and self._begin():
+        while len(self._in_flight) < self._steps_in_flight:
             self._let_in()
+            if not self._begin():
+                break
 
     def _let_in(self) -> None:
         for event in self._agenda.due(self._now, self._step):
