@@ -18,6 +18,7 @@ from longfill.cache import KVCacheManager
 from longfill.cache.prefix import PrefixIdentity
 from longfill.config import EngineArgs
 from longfill.engine.compute import StepComputer, StepOutcome
+from longfill.engine.fanout import Fanout
 from longfill.engine.live import LiveRequest
 from longfill.engine.pipeline import Computed, StepPipeline
 from longfill.engine.stats import EngineStats, StepStats
@@ -68,6 +69,7 @@ class LLMEngine:
         )
         self._computed_until = self._booked_until = 0.0
         self._preempted: tuple[str, ...] = ()
+        self._fanout = Fanout(self._queue, self._live, at_once=not args.enable_prefix_caching)
         self._ordinal = 0
         self._process = psutil.Process()
 
@@ -82,8 +84,13 @@ class LLMEngine:
         params: SamplingParams,
         *,
         cache_salt: str = "",
+        priority: int = 0,
+        tenant: str = "",
     ) -> None:
-        """Queue a prompt (text or token ids). Raises RequestError for one that cannot be served as asked."""
+        """Queue a prompt (text or token ids). Raises RequestError for one that cannot be served as asked.
+
+        Lower `priority` goes first and `tenant` says whose share a prompt takes, where the scheduler's policies ask.
+        """
         text = prompt if isinstance(prompt, str) else None
         if isinstance(prompt, str):
             if self.tokenizer is None:
@@ -91,15 +98,36 @@ class LLMEngine:
             prompt = self.tokenizer.encode(prompt)
         validate(params, self.model_config.vocab_size)
         compatibility.check(self.args, self.model_config, params)
-        request = Request(request_id, prompt, params, arrival_time=time.monotonic(), cache_salt=cache_salt)
+        request = Request(
+            request_id,
+            prompt,
+            params,
+            arrival_time=time.monotonic(),
+            cache_salt=cache_salt,
+            priority=priority,
+            tenant=tenant,
+        )
         _check_vocabulary(request, self.model_config.vocab_size)
-        self.scheduler.add_request(request)
-        seed = request_seed(params, self.args.seed, self._ordinal)
+        self._fanout.add(request, text, request_seed(params, self.args.seed, self._ordinal))
         self._ordinal += 1
-        self._live[request_id] = LiveRequest(request, text, seed, self.tokenizer, digest=self.args.digest)
+
+    def _queue(self, request: Request, text: str | None, seed: int) -> None:
+        self.scheduler.add_request(request)
+        self._live[request.request_id] = LiveRequest(
+            request,
+            text,
+            seed,
+            self.tokenizer,
+            digest=self.args.digest,
+            eos_token_ids=self.scheduler.config.eos_token_ids,
+            vocab_size=self.model_config.vocab_size,
+        )
 
     def abort_request(self, request_id: str) -> RequestOutput | None:
         """End a request now; returns what it had, or None if it has ended already. No token follows."""
+        return self._fanout.abort(request_id, self._abort)
+
+    def _abort(self, request_id: str) -> RequestOutput | None:
         self.scheduler.abort(request_id)
         live = self._live.pop(request_id, None)
         return None if live is None else live.output()
@@ -107,14 +135,20 @@ class LLMEngine:
     def step(self) -> list[RequestOutput]:
         """Advance by one step; returns an output for every request that got a token or ended in it.
 
-        With `--async-scheduling` that step was scheduled earlier, and others are on their way behind it.
+        With `--async-scheduling` that step was scheduled earlier, and others are on their way behind it. Those that
+        nobody waits for any more are waited for here, so that all pages are back once the last request has ended.
         """
-        began = time.perf_counter()
         outputs = self._schedule()
-        if not self._pipeline:
+        if self._pipeline:
+            outputs += self._finish_step()
+        else:
             self.last_step = None
-            return outputs
-        scheduled = time.perf_counter()
+        while self._pipeline and not self._live:
+            self._finish_step()
+        return self._fanout.deliver(outputs)
+
+    def _finish_step(self) -> list[RequestOutput]:
+        """Wait for the oldest step and book it."""
         try:
             computed = self._pipeline.wait()
         except BaseException:
@@ -132,10 +166,8 @@ class LLMEngine:
             for scheduled in schedule.requests
             if (live := self._live.get(scheduled.request_id)) is not None
         }
-        outputs += [self._deliver(advance, outcome) for advance in advanced]
-        ended = time.perf_counter()
-        host = {"schedule": scheduled - began, "update": ended - waited, "wait": waited - scheduled}
-        self._record(computed, host, progress, ended)
+        outputs = [self._deliver(advance, outcome) for advance in advanced]
+        self._record(computed, progress, waited)
         return outputs
 
     def close(self) -> None:
@@ -149,13 +181,14 @@ class LLMEngine:
         """
         outputs: list[RequestOutput] = []
         while not self._pipeline.is_full:
+            began = time.perf_counter()
             schedule = self.scheduler.schedule()
             outputs += [self._live.pop(request.request_id).output() for request in schedule.stalled]
             self._preempted += schedule.preempted
             if schedule.requests:
                 for scheduled in schedule.requests:
                     self._live[scheduled.request_id].scheduled()
-                self._pipeline.submit(schedule)
+                self._pipeline.submit(schedule, prepared=began)
             elif not schedule.preempted:
                 break
         return outputs
@@ -184,21 +217,19 @@ class LLMEngine:
                 request.finish_reason, request.stop_reason = FinishReason.STOP, stop
                 return
 
-    def _record(
-        self,
-        computed: Computed[StepOutcome],
-        host: dict[str, float],
-        progress: dict[str, tuple[int, int]],
-        ended: float,
-    ) -> None:
-        outcome = computed.result
+    def _record(self, computed: Computed[StepOutcome], progress: dict[str, tuple[int, int]], waited: float) -> None:
+        """Count a step that is booked; `waited` is when its result was there for the host."""
+        outcome, booked = computed.result, time.perf_counter()
         full = len(self.model_config.full_indexer_layers)
         layers = self.model_config.num_layers if self.worker.kernels.use_workspace else 0
-        seconds = outcome.seconds | host
-        seconds["compute"] = computed.ended - computed.began
-        seconds["idle"] = max(0.0, computed.began - max(computed.submitted - host["schedule"], self._computed_until))
-        seconds["step"] = ended - max(computed.submitted - host["schedule"], self._booked_until)
-        self._computed_until, self._booked_until = computed.ended, ended
+        seconds = outcome.seconds | {
+            "schedule": computed.submitted - computed.prepared,
+            "update": booked - waited,
+            "compute": computed.ended - computed.began,
+            "idle": computed.began - max(computed.prepared, self._computed_until),
+            "step": booked - max(computed.prepared, self._booked_until),
+        }
+        self._computed_until, self._booked_until = computed.ended, booked
         step = StepStats(
             step=computed.schedule.step,
             num_tokens=sum(plan.token_ids.size for plan in outcome.plans),
