@@ -6,6 +6,7 @@ Imports errors and the trace. Invariant: the same text and seed give the same tr
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator
 
 import numpy as np
@@ -42,10 +43,9 @@ def synthetic_trace(text: str, seed: int) -> list[TraceRequest]:
     trace: list[TraceRequest] = []
     for part in text.split(","):
         trace.extend(_group(part.strip(), own, rng))
-    ids = [request.id for request in trace]
-    twice = next((name for name in ids if ids.count(name) > 1), None) if len(set(ids)) < len(ids) else None
-    if twice is not None:
-        raise ConfigError(f"--synthetic: two groups make a request {twice!r}; give each group a name of its own")
+    [(name, count)] = Counter(request.id for request in trace).most_common(1)
+    if count > 1:
+        raise ConfigError(f"--synthetic: two groups make a request {name!r}; give each group a name of its own")
     return trace
 
 
