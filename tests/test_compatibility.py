@@ -64,7 +64,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
 }
 PARAMS: dict[str, dict[str, Any]] = {
     "sampling": {"temperature": 1.0, "seed": 7},
-    "penalties": {"presence_penalty": 2.0, "frequency_penalty": 1.0, "repetition_penalty": 5.0},
+    "penalties": {"presence_penalty": -2.0, "frequency_penalty": -1.0, "repetition_penalty": 0.2},
     "logit_bias": {"logit_bias": {5: 3.0, 7: 3.5, 300: -100.0}},
     "min_tokens": {"min_tokens": MAX_TOKENS, "stop_token_ids": list(range(400))},
     "n": {"n": 2},
@@ -144,15 +144,14 @@ class Bench:
     def _run(self, names: frozenset[str]) -> Result:
         llm, result = self.llm(names), Result()
         logits: dict[str, list[Tensor]] = {}
-        execute = llm.engine.worker.execute
+        append = llm.engine._append
 
-        def keep(*args: Any) -> Any:
-            step = execute(*args)
-            for request_id, rows in step.logits.items():
-                logits.setdefault(request_id, []).extend(rows.clone())
-            return step
+        def keep(live: Any, num_tokens: int, outcome: Any) -> None:
+            name = live.request.request_id
+            logits.setdefault(name, []).extend(row.clone() for row in outcome.logits[name][:num_tokens])
+            append(live, num_tokens, outcome)
 
-        llm.engine.worker.execute = keep  # type: ignore[method-assign]
+        llm.engine._append = keep  # type: ignore[method-assign]
         params = sampling(names)
         for batch in (PROMPTS, PROMPTS[:1]):
             for output in llm.generate([list(prompt) for prompt in batch], params):
