@@ -185,7 +185,10 @@ def _fixed_rows(
         MemoryRow("weights", weight_bytes, "packed for the kernels" if kernels.native else "memory-mapped"),
         MemoryRow("prompt ids", 32 * max_model_len, "text, token ids and page tables of one longest request"),
         MemoryRow("activations", activations, f"{tokens:,} rows of one step, at most {block:,} in a layer's middle"),
-        MemoryRow("logits", 3 * 4 * sampled * config.vocab_size, f"{sampled} sampled rows, fp32"),
+        # Those of a step that waits to be booked stay beside the ones in work.
+        MemoryRow(
+            "logits", (2 + args.steps_in_flight) * 4 * sampled * config.vocab_size, f"{sampled} sampled rows, fp32"
+        ),
     ]
     if not kernels.native:
         rows.append(MemoryRow("attention tiles", TILE_COPIES * tile_bytes, "gathered rows and scores"))
