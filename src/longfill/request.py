@@ -29,12 +29,12 @@ class SamplingParams:
 
     `temperature` 0 is greedy (ties to the lower token id). `top_k` 0 or -1 means all tokens. `logprobs=n` returns the
     chosen token's log-probability and those of the n most likely ones; `prompt_logprobs=n` the same for each token of
-    the prompt, which is then computed without the prefix cache and with the head for every row. `max_tokens=None` runs to the model's limit. Before `min_tokens` are there, no eos token (even with
-    `ignore_eos`) and none of `stop_token_ids` is chosen, and no stop string ends the text. `presence_penalty` and
-    `frequency_penalty` are subtracted from the logits of tokens in the output, once and for each time;
-    `repetition_penalty` divides positive logits of tokens in prompt or output, and multiplies negative ones.
-    `logit_bias` is added, by token id. `n` completions are drawn from seeds one apart; greedy ones would be equal, so
-    they are refused.
+    the prompt, which is then computed without the prefix cache and with the head for every row. `max_tokens=None` runs
+    to the model's limit. Before `min_tokens` are there, no eos token (even with `ignore_eos`) and none of
+    `stop_token_ids` is chosen, and no stop string ends the text. `presence_penalty` and `frequency_penalty` are
+    subtracted from the logits of tokens in the output, once and for each time; `repetition_penalty` divides positive
+    logits of tokens in prompt or output, and multiplies negative ones. `logit_bias` is added, by token id. `n`
+    completions are drawn from seeds one apart; greedy ones would be equal, so they are refused.
     """
 
     n: int = 1
