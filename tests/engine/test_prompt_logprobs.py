@@ -218,8 +218,16 @@ def test_only_the_first_of_several_completions_has_the_prompt_computed_for_it(
 ) -> None:
     params = SamplingParams(n=3, temperature=1.0, seed=1, max_tokens=5, ignore_eos=True, prompt_logprobs=NUM)
     core = start(folder, enable_prefix_caching=caching).engine
+    execute, asked = core.worker.execute, set()
+
+    def counted(plan: Any, inputs: Any, prompts: Sequence[PromptInput]) -> Any:
+        asked.update(given.request_id for given in prompts)
+        return execute(plan, inputs, prompts)
+
+    core.worker.execute = counted  # type: ignore[assignment]
     core.add_request("a", PROMPTS[5], params)
     done = drive(core)
+    assert asked == {"0_a"}
     assert done["a"].prompt_logprobs == want["w5"][2]
     assert len({tuple(each.token_ids) for each in done["a"].outputs}) == 3
 
@@ -285,7 +293,9 @@ def test_a_prompt_token_behind_a_row_without_numbers_ends_its_request_alone(
     def find(plan: Any, inputs: Any, prompts: Sequence[PromptInput]) -> Any:
         places = [p for given in prompts for p in range(given.first, given.first + given.token_ids.size)]
         broken[:] = [row for row, p in enumerate(places) if p == place and prompts[0].request_id == "w7"][:1]
-        return execute(plan, inputs, prompts)
+        result = execute(plan, inputs, prompts)
+        assert not result.failed.keys() & (result.sampled.keys() | result.prompt_logprobs.keys() | result.drafts.keys())
+        return result
 
     def spoil(hidden: Tensor) -> Tensor:
         rows = head(hidden)
