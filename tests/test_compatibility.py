@@ -53,6 +53,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "num_gpu_blocks_override": {"num_gpu_blocks_override": POOL},
     "block_size": {"block_size": 8},
     "max_num_batched_tokens": {"max_num_batched_tokens": 7},
+    "speculative_config": {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2}},
     "digest": {"digest": True},
     "skip_tokenizer_init": {"skip_tokenizer_init": True},
     "tokenizer": {"tokenizer": "OTHER"},
@@ -112,7 +113,7 @@ class Bench:
             fields = {k: v for k, v in fields.items() if not k.startswith("index")}
         sizes = {"num_hidden_layers": 2, "n_routed_experts": 4, "num_attention_heads": 2, "num_key_value_heads": 2}
         folder = self.root / f"{'-'.join(sorted(names)).replace(' ', '_')}_{topk}"
-        model = make_checkpoint(folder, **fields, **sizes, kv_lora_rank=128)
+        model = make_checkpoint(folder, **fields, **sizes, kv_lora_rank=128, mtp=1)
         gpt2().save(str(folder / "tokenizer.json"))
         return folder, model
 

@@ -13,13 +13,15 @@ import torch
 from tests.native import needs_native
 from tests.oracle.harness import engine, tokens
 from tests.tiny import edit_config, make_checkpoint
-from tests.worker.drafts import Choose, Driven, drive, speculative
+from tests.worker.drafts import FIRST_SEED, Choose, Driven, drive, speculative
+from torch import Tensor
 
 from longfill import SamplingParams
 from longfill.errors import ConfigError
 from longfill.models.config import ModelConfig
 from longfill.partition import StepRequest, plan_step
 from longfill.units import PageSize
+from longfill.worker import speculate
 from longfill.worker.sampler import LogitsError, SampledToken, SampleInput, candidates, sample
 from longfill.worker.speculate import draft_token, tokens_behind, verify
 
@@ -109,6 +111,24 @@ def test_drafts_do_not_depend_on_the_cut_nor_on_earlier_drafts(folder: Path, kin
             assert {i: ours[i] for i in shared} == {i: theirs[i] for i in shared}
     for other in runs:
         assert [r.drafts for r in other] == made
+
+
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("kind", ["reference"], scope="module")
+def test_a_draft_layer_that_knew_the_models_logits_would_always_be_right(
+    folder: Path, kind: str, params: SamplingParams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each draft is drawn with the seed and the output index of the token that it guesses."""
+    want = run(folder, kind, params, drafts=0)
+
+    def knowing(logits_V: Tensor, params: SamplingParams, seed: int, output_index: int) -> int:
+        known = want[seed - FIRST_SEED].logits
+        return draft_token(known[output_index] if output_index < len(known) else logits_V, params, seed, output_index)
+
+    monkeypatch.setattr(speculate, "draft_token", knowing)
+    got = run(folder, kind, params, drafts=3)
+    assert_same(got, want)
+    assert [r.decode_steps for r in got] == [-(-(OUTPUTS - 1) // 4)] * len(PROMPTS)
 
 
 @pytest.mark.parametrize("kind", ["reference"], scope="module")
