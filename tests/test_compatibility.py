@@ -60,9 +60,17 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
 }
 PARAMS: dict[str, dict[str, Any]] = {
     "sampling": {"temperature": 1.0, "seed": 7},
+    "penalties": {"presence_penalty": 2.0, "frequency_penalty": 1.0, "repetition_penalty": 5.0},
+    "logit_bias": {"logit_bias": {5: 3.0, 7: 3.5, 300: -100.0}},
+    "min_tokens": {"min_tokens": MAX_TOKENS, "stop_token_ids": list(range(400))},
+    "n": {"n": 2},
     "stop": {"stop": ["a string that never comes"]},
 }
+CHOOSING = frozenset({"sampling", "penalties", "logit_bias", "min_tokens"})
+"""Features that choose among the model's logits, and change none of them for the same tokens."""
+
 NEEDS = {
+    "n": "sampling",
     "sparse_mla_prefill_workspace_factor": "attention_path=workspace",
     "indexer_screen=on": "indexer_cache_dtype=fp8",  # which the bench's float32 models have only when told to
 }
@@ -82,6 +90,8 @@ class Result:
 
     token_ids: list[list[int]] = field(default_factory=list)
     logits: list[list[Tensor]] = field(default_factory=list)
+    siblings: list[list[list[Tensor]]] = field(default_factory=list)
+    """The logits behind the other completions, with n > 1; the fields above are the first one's."""
     digests: list[str | None] = field(default_factory=list)
     cached: list[int] = field(default_factory=list)
     preemptions: int = 0
@@ -143,7 +153,11 @@ class Bench:
         for batch in (PROMPTS, PROMPTS[:1]):
             for output in llm.generate([list(prompt) for prompt in batch], params):
                 result.token_ids.append(output.outputs[0].token_ids)
-                result.logits.append(logits[output.request_id])
+                ids = [output.request_id]
+                if len(output.outputs) > 1:
+                    ids = [f"{completion.index}_{output.request_id}" for completion in output.outputs]
+                result.logits.append(logits[ids[0]])
+                result.siblings.append([logits[sibling] for sibling in ids[1:]])
                 result.digests.append(output.digest)
                 result.cached.append(output.num_cached_tokens)
         result.preemptions = llm.stats.preemptions
@@ -165,6 +179,12 @@ def sampling(names: frozenset[str]) -> SamplingParams:
     for name in names & frozenset(PARAMS):
         fields |= PARAMS[name]
     return SamplingParams(**fields)
+
+
+def digest_of(completions: list[list[Tensor]]) -> str:
+    """The digest of the logits behind one completion, or of those behind several."""
+    each = [hashlib.sha256(b"".join(row.numpy().tobytes() for row in rows)).hexdigest() for rows in completions]
+    return each[0] if len(each) == 1 else hashlib.sha256("".join(each).encode()).hexdigest()
 
 
 def difference(got: Tensor, want: Tensor) -> Tensor:
@@ -211,15 +231,14 @@ def test_every_allowed_pair_is_equal(bench: Bench, first: Feature, second: Featu
     assert got.token_ids == same.token_ids
     for rows, wanted in zip(got.logits, same.logits, strict=True):
         assert all(torch.equal(row, want) for row, want in zip(rows, wanted, strict=True))
-    decides = kept - {"sampling"}  # which chooses among logits and changes none
+    decides = kept - CHOOSING
     exact = bench.exact(frozenset(name for name in decides if BY_NAME[name].effect == "model"))
     allowed = sum(BY_NAME[name].tolerance for name in decides)
     rounding = difference(bench.rows(decides), exact)
     assert rounding.median() <= allowed
     assert rounding.mean() <= MEAN_ROUNDING
-    for digest, rows in zip(got.digests, got.logits, strict=True):
-        hashed = hashlib.sha256(b"".join(row.numpy().tobytes() for row in rows)).hexdigest()
-        assert digest == (hashed if "digest" in names else None)
+    for digest, rows, siblings in zip(got.digests, got.logits, got.siblings, strict=True):
+        assert digest == (digest_of([rows, *siblings]) if "digest" in names else None)
 
 
 @pytest.mark.parametrize(("first", "second"), pairs(refused=True))
@@ -275,7 +294,7 @@ def test_native_kernels_give_the_same_bits_with_and_without_force_mqa(bench: Ben
 @pytest.mark.parametrize("feature", [pytest.param(f, id=f.name.replace(" ", "_"), marks=marks(f)) for f in FEATURES])
 def test_a_run_turns_on_the_features_that_it_is_named_after(bench: Bench, feature: Feature) -> None:
     llm = bench.llm(with_needs(feature))
-    setup = Setup(llm.engine_args, llm.model_config, sampling(frozenset({feature.name})))
+    setup = Setup(llm.engine_args, llm.model_config, sampling(with_needs(feature)))
     unnamed = {"dtype=float32", "attention_path=paged", "block_size"}  # of the checkpoint, the default, the bench
     unnamed |= {"indexer_cache_dtype=float32", "indexer_cache_dtype=fp8"}  # what auto stands for
     on = {other.name for other in FEATURES if other.enabled(setup)}
@@ -288,6 +307,18 @@ def test_the_runs_meet_what_makes_features_hard(bench: Bench) -> None:
     assert bench.run(frozenset({"enable_prefix_caching"})).cached == [0, 0, 0]
     assert bench.run(frozenset({"num_gpu_blocks_override"})).preemptions > 0
     assert min(map(len, PROMPTS)) > OTHER_TOPK
+
+
+@pytest.mark.parametrize("name", sorted(CHOOSING))
+def test_a_choosing_feature_changes_the_tokens(bench: Bench, name: str) -> None:
+    assert bench.run(frozenset({name})).token_ids != bench.run(frozenset()).token_ids
+
+
+def test_completions_of_one_prompt_differ(bench: Bench) -> None:
+    got = bench.run(frozenset({"n", "sampling"}))
+    for rows, [sibling] in zip(got.logits, got.siblings, strict=True):
+        assert torch.equal(rows[0], sibling[0])  # what follows the prompt
+        assert not torch.equal(rows[-1], sibling[-1])
 
 
 @pytest.mark.parametrize("name", [f.name for f in FEATURES if f.effect == "rounding" and f.tolerance])

@@ -124,6 +124,13 @@ FEATURES: tuple[Feature, ...] = (
         "sampling", "temperature above 0", "sampling", "model",
         lambda s: s.params is not None and s.params.temperature > 0,
     ),
+    Feature("penalties", "penalties", "penalties", "model", lambda s: s.params is not None and s.params.has_penalties),
+    Feature(
+        "logit_bias", "logit_bias", "logit_bias", "model", lambda s: s.params is not None and bool(s.params.logit_bias)
+    ),
+    Feature(
+        "min_tokens", "min_tokens", "min_tokens", "model", lambda s: s.params is not None and s.params.min_tokens > 0
+    ),
     _dtype("float32"),
     _dtype("bfloat16", 0.03),
     _dtype("float16", 0.006),
@@ -159,6 +166,7 @@ FEATURES: tuple[Feature, ...] = (
     _changed("skip_tokenizer_init", "none"),
     _changed("tokenizer", "none"),
     Feature("stop", "stop strings", "stop", "none", lambda s: s.params is not None and bool(s.params.stop_strings)),
+    Feature("n", "n above 1", "n", "none", lambda s: s.params is not None and s.params.n > 1),
 )  # fmt: skip
 """Every feature of today. `attention_path` auto is paged; `kernel_backend` auto is cpu where that can be had."""
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,15 +19,28 @@ from longfill.errors import RequestError
 
 TokenIds = npt.NDArray[np.int64]
 
+MAX_N = 16_384
+"""Completions of one prompt; vLLM's limit."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How to choose the next token; names and defaults are vLLM's.
+    """How to choose the next token; names, defaults and ranges are vLLM's.
 
     `temperature` 0 is greedy (ties to the lower token id). `top_k` 0 or -1 means all tokens. `logprobs=n` returns the
-    chosen token's log-probability and those of the n most likely ones. `max_tokens=None` runs to the model's limit.
+    chosen token's log-probability and those of the n most likely ones; `prompt_logprobs=n` the same for each token of
+    the prompt. `max_tokens=None` runs to the model's limit. Before `min_tokens` are there, no eos token (even with
+    `ignore_eos`) and none of `stop_token_ids` is chosen, and no stop string ends the text. `presence_penalty` and
+    `frequency_penalty` are subtracted from the logits of tokens in the output, once and for each time;
+    `repetition_penalty` divides positive logits of tokens in prompt or output, and multiplies negative ones.
+    `logit_bias` is added, by token id. `n` completions are drawn from seeds one apart; greedy ones would be equal, so
+    they are refused.
     """
 
+    n: int = 1
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
@@ -38,26 +51,55 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     max_tokens: int | None = 16
+    min_tokens: int = 0
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    logit_bias: Mapping[int, float] | None = None
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
         stops = (self.stop,) if isinstance(self.stop, str) else self.stop or ()
         checks = [
+            (_is_integer(self.n) and 1 <= self.n <= MAX_N, "n", f"a count from 1 to {MAX_N:,}"),
+            (_is_within(self.presence_penalty, 2), "presence_penalty", "in [-2, 2]"),
+            (_is_within(self.frequency_penalty, 2), "frequency_penalty", "in [-2, 2]"),
+            (
+                _is_number(self.repetition_penalty) and 0 < self.repetition_penalty < math.inf,
+                "repetition_penalty",
+                "a finite number above 0",
+            ),
             (_is_number(self.temperature) and 0 <= self.temperature < math.inf, "temperature", "a finite number >= 0"),
             (_is_number(self.top_p) and 0 < self.top_p <= 1, "top_p", "in (0, 1]"),
             (_is_integer(self.top_k) and self.top_k >= -1, "top_k", "-1, 0 (all) or a positive count"),
             (_is_number(self.min_p) and 0 <= self.min_p <= 1, "min_p", "in [0, 1]"),
             (_is_count(self.max_tokens) and self.max_tokens != 0, "max_tokens", "a count of at least 1, or None"),
+            (_is_integer(self.min_tokens) and self.min_tokens >= 0, "min_tokens", "a count"),
             (_is_count(self.logprobs) and (self.logprobs or 0) <= 64, "logprobs", "a count up to 64, or None"),
+            (
+                _is_count(self.prompt_logprobs) and (self.prompt_logprobs or 0) <= 64,
+                "prompt_logprobs",
+                "a count up to 64, or None",
+            ),
+            (_is_bias(self.logit_bias), "logit_bias", "a mapping from token ids (>= 0) to numbers in [-100, 100]"),
             (self.seed is None or (_is_integer(self.seed) and -(2**63) <= self.seed < 2**64), "seed", "64-bit"),
             (_are(stops, lambda s: isinstance(s, str) and s != ""), "stop", "a string or strings, none empty"),
             (_are(self.stop_token_ids or (), lambda t: _is_integer(t) and t >= 0), "stop_token_ids", "ids >= 0"),
         ]
         for ok, name, want in checks:
             if not ok:
-                raise RequestError(f"{name} must be {want}, got {getattr(self, name)!r}")
+                raise RequestError(f"{name} must be {want}, got {getattr(self, name)!r:.200}")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise RequestError(f"min_tokens must be at most max_tokens {self.max_tokens:,}, got {self.min_tokens:,}")
+        if self.n > 1 and self.temperature == 0:
+            raise RequestError(
+                f"n must be 1 with temperature 0, got {self.n:,}: greedy completions of one prompt are all equal; "
+                "raise the temperature or drop n"
+            )
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether the tokens so far matter to the next one's logits beyond what the model makes of them."""
+        return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0, 0, 1)
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -77,6 +119,18 @@ def _is_number(value: object) -> bool:
 
 def _is_count(value: object) -> bool:
     return value is None or (_is_integer(value) and int(value) >= 0)  # type: ignore[call-overload]
+
+
+def _is_within(value: object, limit: float) -> bool:
+    return _is_number(value) and -limit <= value <= limit  # type: ignore[operator]
+
+
+def _is_bias(value: object) -> bool:
+    if value is None:
+        return True
+    if not isinstance(value, Mapping):
+        return False
+    return all(_is_integer(token) and token >= 0 and _is_within(bias, 100) for token, bias in value.items())
 
 
 def _are(values: object, right: Callable[[Any], bool]) -> bool:
@@ -190,6 +244,22 @@ class Request:
         """Keep so many outputs: a stop string may end in the middle of what one step brought."""
         self.num_tokens = min(self.num_tokens, self.num_prompt_tokens + num_output_tokens)
 
+    def sibling(self, request_id: str, params: SamplingParams) -> Request:
+        """A new request for the same prompt, from the same caller. The prompt's ids are shared until it samples."""
+        sibling = Request(
+            request_id,
+            self._tokens[:1],
+            params,
+            arrival_time=self.arrival_time,
+            cache_salt=self.cache_salt,
+            priority=self.priority,
+            tenant=self.tenant,
+        )
+        # Never written: an output is appended to a larger copy.
+        sibling._tokens = self._tokens[: self.num_prompt_tokens]
+        sibling.num_prompt_tokens = sibling.num_tokens = self.num_prompt_tokens
+        return sibling
+
 
 def _token_array(request_id: str, token_ids: Sequence[int] | TokenIds) -> TokenIds:
     """A copy of the caller's ids: int64 [tokens]. Raises RequestError for anything but a row of 64-bit integers."""
@@ -228,7 +298,7 @@ class CompletionOutput:
 
 @dataclass
 class RequestMetrics:
-    """Times in seconds on the monotonic clock; counts of this request."""
+    """Times in seconds on the monotonic clock; counts of this request, with n > 1 added up over its completions."""
 
     arrival_time: float = 0.0
     first_scheduled_time: float | None = None
@@ -250,4 +320,5 @@ class RequestOutput:
     num_cached_tokens: int = 0
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
     digest: str | None = None
-    """SHA-256 (hex) over the sampled rows' fp32 logits in order, when the engine runs with `digest=True`."""
+    """SHA-256 (hex) over the sampled rows' fp32 logits in order, when the engine runs with `digest=True`; with n > 1,
+    that of the completions' digests, in hex and by index, of those that began."""

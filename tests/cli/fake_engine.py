@@ -74,9 +74,12 @@ class FakeConfig:
 class FakeLLM:
     """Answers each prompt with `answer(prompt)`; remembers what it was asked."""
 
-    def __init__(self, args: EngineArgs, answer: Callable[[Any], str], logprob_shift: float, finish: str) -> None:
+    def __init__(
+        self, args: EngineArgs, answer: Callable[[Any], str], logprob_shift: float, finish: str, last_finish: str | None
+    ) -> None:
         self.args = args
         self.finish = finish
+        self.last_finish = last_finish
         self.answer = answer
         self.logprob_shift = logprob_shift
         self.model_name = args.model
@@ -104,14 +107,19 @@ class FakeLLM:
         logprobs = None
         if self.params is not None and self.params.logprobs is not None:
             logprobs = [{7: Logprob(-0.1 + self.logprob_shift, 1, "x"), 8: Logprob(float("-inf"), 2)}] * made
-        completion = CompletionOutput(0, text, [7] * made, self.finish, logprobs=logprobs)
-        if self.finish == "error":
-            completion.stop_reason = "logits are not numbers"
+        count = 1 if self.params is None else self.params.n
+        completions = [
+            CompletionOutput(index, text, [7] * made, finish, logprobs=logprobs)
+            for index, finish in enumerate([self.finish] * (count - 1) + [self.last_finish or self.finish])
+        ]
+        for completion in completions:
+            if completion.finish_reason == "error":
+                completion.stop_reason = "logits are not numbers"
         return RequestOutput(
             request_id=str(number),
             prompt=prompt if isinstance(prompt, str) else None,
             prompt_token_ids=ids,
-            outputs=[completion],
+            outputs=completions,
             finished=True,
             num_cached_tokens=2,
             metrics=RequestMetrics(arrival_time=1.0, first_token_time=1.5, finished_time=2.0, steps=3),
@@ -127,9 +135,11 @@ class Engines:
         self.answer: Callable[[Any], str] = lambda _prompt: "an answer"
         self.shift: Callable[[EngineArgs], float] = lambda _args: 0.0
         self.finish = "stop"
+        self.last_finish: str | None = None
+        """Of the last completion, if it ends otherwise than the others."""
 
     def load(self, args: EngineArgs) -> FakeLLM:
-        llm = FakeLLM(args, self.answer, self.shift(args), self.finish)
+        llm = FakeLLM(args, self.answer, self.shift(args), self.finish, self.last_finish)
         self.made.append(llm)
         return llm
 

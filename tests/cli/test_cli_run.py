@@ -10,7 +10,7 @@ from longfill.request import SamplingParams
 
 RUN_KEYS = {
     "model", "text", "token_ids", "prompt_tokens", "cached_tokens", "steps", "ttft_s", "prefill_tokens_per_s",
-    "peak_rss_bytes", "digest", "stats", "finish_reason", "memory", "kernel_paths",
+    "peak_rss_bytes", "digest", "stats", "finish_reason", "memory", "kernel_paths", "outputs",
 }  # fmt: skip
 
 
@@ -32,6 +32,8 @@ def test_json_is_one_object_with_the_promised_keys(longfill):
     assert values["model"] == "needle"
     assert values["text"] == "an answer"
     assert values["finish_reason"] == "stop"
+    own = {"index": 0, "text": "an answer", "token_ids": [7] * 128, "finish_reason": "stop", "stop_reason": None}
+    assert values["outputs"] == [own]
     assert values["prompt_tokens"] == 3
     assert values["cached_tokens"] == 2
     assert values["steps"] == 3
@@ -66,6 +68,61 @@ def test_sampling_flags_reach_the_engine(longfill, engines):
     assert engines.last.params == SamplingParams(
         max_tokens=5, temperature=0.5, top_p=0.9, top_k=3, min_p=0.1, logprobs=2, ignore_eos=True, stop=["a", "b c"]
     )
+
+
+def test_flags_that_change_logits_reach_the_engine(longfill, engines):
+    numbers = ["--presence-penalty=0.5", "--frequency-penalty=-2", "--repetition-penalty=1.25", "--min-tokens=3"]
+    bias = ["--logit-bias", '{"7": -100, "12": 2.5}']
+    assert longfill("run", "--prompt=x", "--n=2", "--temperature=1", "--max-tokens=9", *numbers, *bias).code == 0
+    assert engines.last.params == SamplingParams(
+        n=2, temperature=1, max_tokens=9, presence_penalty=0.5, frequency_penalty=-2.0, repetition_penalty=1.25,
+        min_tokens=3, logit_bias={7: -100.0, 12: 2.5},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (["--logit-bias", "[1]"], "--logit-bias: expected a JSON object"),
+        (["--logit-bias", "{"], "--logit-bias: expected a JSON object"),
+        (["--logit-bias", "null"], "--logit-bias: expected a JSON object"),
+        (["--logit-bias", '{"x": 1}'], "--logit-bias: expected a JSON object"),
+        (["--logit-bias", '{"7": "a"}'], "logit_bias must be"),
+        (["--logit-bias", '{"7": 101}'], "logit_bias must be"),
+        (["--n", "2"], "n must be 1 with temperature 0"),
+        (["--min-tokens", "129"], "min_tokens must be at most max_tokens 128"),
+        (["--presence-penalty", "2.1"], "presence_penalty must be in [-2, 2]"),
+    ],
+)
+def test_sampling_flags_out_of_range_are_refused_before_the_model_is_loaded(longfill, engines, flags, named):
+    ran = longfill("run", "--prompt", "x", *flags)
+    assert (ran.code, ran.out) == (2, "")
+    assert named in ran.err
+    assert engines.made == []
+
+
+@pytest.mark.usefixtures("engines")
+def test_several_completions_are_printed_under_a_line_each_and_all_stand_in_json(longfill):
+    flags = ["--prompt=x", "--n=2", "--temperature=1", "--max-tokens=2", "--logprobs=1"]
+    ran = longfill("run", *flags)
+    assert ran.out == "--- 0 (stop) ---\nan answer\n--- 1 (stop) ---\nan answer\n"
+    assert "4 generated (stop)" in ran.err
+    values = json.loads(longfill("run", *flags, "--json").out)
+    assert [each["index"] for each in values["outputs"]] == [0, 1]
+    assert [len(each["logprobs"]) for each in values["outputs"]] == [2, 2]
+
+
+def test_one_failed_completion_does_not_hide_the_others(longfill, engines):
+    engines.last_finish = "error"
+    ran = longfill("run", "--prompt=x", "--n=3", "--temperature=1")
+    assert ran.code == 2
+    assert ran.out.count("an answer") == 3
+    assert "completion 2 failed: logits are not numbers" in ran.err
+    assert "(stop, error)" in ran.err
+    engines.finish = "error"
+    ran = longfill("run", "--prompt=x", "--n=3", "--temperature=1")
+    assert (ran.code, ran.out) == (2, "")
+    assert "request 0 failed: logits are not numbers" in ran.err
 
 
 def test_prompt_file_is_read_whole(longfill, engines, tmp_path):

@@ -20,7 +20,7 @@ from longfill.cli.console import duration, size, stderr
 from longfill.cli.progress import ProgressView
 from longfill.config import EngineArgs
 from longfill.errors import ConfigError, RequestError
-from longfill.request import FinishReason, Logprob, RequestOutput, SamplingParams, TokenIds
+from longfill.request import CompletionOutput, FinishReason, Logprob, RequestOutput, SamplingParams, TokenIds
 
 if TYPE_CHECKING:
     from longfill.engine.llm import LLM
@@ -59,11 +59,14 @@ def tokenizer_of(llm: LLM) -> Tokenizer:
 
 
 def generate(llm: LLM, prompts: Prompts, params: SamplingParams) -> list[RequestOutput]:
-    """Runs the prompts with live progress on stderr; outputs in the order of the prompts; raises on a failed one."""
+    """Runs the prompts with live progress on stderr; outputs in the order of the prompts.
+
+    Raises RequestError where all completions of a prompt failed.
+    """
     with ProgressView(stderr(), memory_budget=llm.memory.budget) as view:
         outputs = llm.generate(list(prompts), params, on_step=view.on_step)
     for output in outputs:
-        if output.outputs[0].finish_reason == FinishReason.ERROR:
+        if all(completion.finish_reason == FinishReason.ERROR for completion in output.outputs):
             raise RequestError(f"request {output.request_id} failed: {output.outputs[0].stop_reason}")
     return outputs
 
@@ -95,7 +98,7 @@ def peak_rss_bytes() -> int:
 
 
 def report(llm: LLM, output: RequestOutput) -> dict[str, Any]:
-    """One finished request as `--json` prints it."""
+    """One finished request as `--json` prints it; `text` and the like are those of the first completion."""
     completion = output.outputs[0]
     prompt_tokens = len(output.prompt_token_ids)
     ttft = time_to_first_token(output)
@@ -104,6 +107,7 @@ def report(llm: LLM, output: RequestOutput) -> dict[str, Any]:
         "text": completion.text,
         "token_ids": [int(token) for token in completion.token_ids],
         "finish_reason": completion.finish_reason,
+        "outputs": [completion_report(each) for each in output.outputs],
         "prompt_tokens": prompt_tokens,
         "cached_tokens": output.num_cached_tokens,
         "steps": output.metrics.steps,
@@ -114,6 +118,20 @@ def report(llm: LLM, output: RequestOutput) -> dict[str, Any]:
         "stats": stats_report(llm.stats),
         "memory": memory_report(llm.memory),
         "kernel_paths": dict(llm.kernel_paths),
+    }
+    if completion.logprobs is not None:
+        values["logprobs"] = [logprobs_report(step) for step in completion.logprobs]
+    return values
+
+
+def completion_report(completion: CompletionOutput) -> dict[str, Any]:
+    """One completion as values."""
+    values: dict[str, Any] = {
+        "index": completion.index,
+        "text": completion.text,
+        "token_ids": [int(token) for token in completion.token_ids],
+        "finish_reason": completion.finish_reason,
+        "stop_reason": completion.stop_reason,
     }
     if completion.logprobs is not None:
         values["logprobs"] = [logprobs_report(step) for step in completion.logprobs]

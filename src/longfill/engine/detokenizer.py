@@ -28,13 +28,16 @@ class Detokenizer:
 
     Where a stop string occurs, the one that ends first counts, and of those that end together the first in
     `params.stop`; the text ends before it, or behind it with `include_stop_str_in_output`. Until then, a tail that may
-    become a stop string is held back, so that `text` never shows a part of one.
+    become a stop string is held back, so that `text` never shows a part of one. As in vLLM, one that ends in the text
+    of the first `params.min_tokens` tokens does not count.
     """
 
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
         self._stream = _stream(tokenizer, params.skip_special_tokens)
         self._stops = params.stop_strings
         self._include = params.include_stop_str_in_output
+        self._min_tokens = params.min_tokens
+        self._num_tokens = 0
         self._overlap = max(map(len, self._stops), default=1) - 1
         self._released: list[str] = []
         self._held = ""
@@ -55,6 +58,7 @@ class Detokenizer:
         """Take one token; returns the stop string if it is complete, after which further tokens change nothing."""
         if self._hit is not None or self._finished:
             return self._hit
+        self._num_tokens += 1
         self._add(self._stream.push(token_id))
         if self._hit is None and self._find(self._stream.pending()) is not None:
             # Bytes that make up whole characters, a newline perhaps, wait only for what may follow. A stop string ends
@@ -91,14 +95,19 @@ class Detokenizer:
 
     def _find(self, new: str) -> tuple[str, int] | None:
         """The stop string that ends first in `new`, which follows the text so far, and where in `new` it ends."""
-        if not new or not self._stops:
+        if not new or not self._stops or self._num_tokens <= self._min_tokens:
             return None
-        window = self._tail + new
-        ends = [(at + len(stop), stop) for stop in self._stops if (at := window.find(stop)) >= 0]
+        window, before = self._tail + new, len(self._tail)
+        # From where it ends in `new`: one that ended before came too early to count.
+        ends = [
+            (at + len(stop), stop)
+            for stop in self._stops
+            if (at := window.find(stop, max(before + 1 - len(stop), 0))) >= 0
+        ]
         if not ends:
             return None
         end, stop = min(ends, key=lambda found: found[0])
-        return stop, end - len(self._tail)
+        return stop, end - before
 
     def _partial_stop(self, text: str) -> int:
         """Length of the longest end of `text` that is the beginning of a stop string."""

@@ -17,19 +17,20 @@ from longfill import compatibility
 from longfill.cache import KVCacheManager
 from longfill.cache.prefix import PrefixIdentity
 from longfill.config import EngineArgs
+from longfill.engine.compute import StepComputer, StepOutcome
+from longfill.engine.fanout import Fanout
 from longfill.engine.live import LiveRequest
+from longfill.engine.pipeline import Computed, StepPipeline
 from longfill.engine.stats import EngineStats, StepStats
 from longfill.engine.tokenizer import Tokenizer
 from longfill.errors import ConfigError, RequestError
-from longfill.kernels.interface import ScreenCounts
 from longfill.models.config import ModelConfig
 from longfill.models.hub import resolve_model, weights_revision
-from longfill.partition import StepPlan
 from longfill.request import FinishReason, Request, RequestOutput, SamplingParams, TokenIds
-from longfill.scheduler import Advance, Schedule, Scheduler, scheduler_config
+from longfill.scheduler import Advance, Scheduler, scheduler_config
 from longfill.units import NumPages
 from longfill.worker.sampler import request_seed, validate
-from longfill.worker.worker import StepResult, Worker
+from longfill.worker.worker import Worker
 
 
 class LLMEngine:
@@ -62,6 +63,13 @@ class LLMEngine:
         self.stats = EngineStats()
         self.last_step: StepStats | None = None
         self._live: dict[str, LiveRequest] = {}
+        self._pipeline = StepPipeline(
+            StepComputer(self.worker, self.scheduler, self._live, split_mixed_batch=args.split_mixed_batch),
+            args.steps_in_flight,
+        )
+        self._computed_until = self._booked_until = 0.0
+        self._preempted: tuple[str, ...] = ()
+        self._fanout = Fanout(self._queue, self._live, at_once=not args.enable_prefix_caching)
         self._ordinal = 0
         self._process = psutil.Process()
 
@@ -76,8 +84,13 @@ class LLMEngine:
         params: SamplingParams,
         *,
         cache_salt: str = "",
+        priority: int = 0,
+        tenant: str = "",
     ) -> None:
-        """Queue a prompt (text or token ids). Raises RequestError for one that cannot be served as asked."""
+        """Queue a prompt (text or token ids). Raises RequestError for one that cannot be served as asked.
+
+        Lower `priority` goes first and `tenant` says whose share a prompt takes, where the scheduler's policies ask.
+        """
         text = prompt if isinstance(prompt, str) else None
         if isinstance(prompt, str):
             if self.tokenizer is None:
@@ -85,112 +98,157 @@ class LLMEngine:
             prompt = self.tokenizer.encode(prompt)
         validate(params, self.model_config.vocab_size)
         compatibility.check(self.args, self.model_config, params)
-        request = Request(request_id, prompt, params, arrival_time=time.monotonic(), cache_salt=cache_salt)
+        request = Request(
+            request_id,
+            prompt,
+            params,
+            arrival_time=time.monotonic(),
+            cache_salt=cache_salt,
+            priority=priority,
+            tenant=tenant,
+        )
         _check_vocabulary(request, self.model_config.vocab_size)
-        self.scheduler.add_request(request)
-        seed = request_seed(params, self.args.seed, self._ordinal)
+        self._fanout.add(request, text, request_seed(params, self.args.seed, self._ordinal))
         self._ordinal += 1
-        self._live[request_id] = LiveRequest(request, text, seed, self.tokenizer, digest=self.args.digest)
+
+    def _queue(self, request: Request, text: str | None, seed: int) -> None:
+        self.scheduler.add_request(request)
+        self._live[request.request_id] = LiveRequest(
+            request,
+            text,
+            seed,
+            self.tokenizer,
+            digest=self.args.digest,
+            eos_token_ids=self.scheduler.config.eos_token_ids,
+            vocab_size=self.model_config.vocab_size,
+        )
 
     def abort_request(self, request_id: str) -> RequestOutput | None:
         """End a request now; returns what it had, or None if it has ended already. No token follows."""
+        return self._fanout.abort(request_id, self._abort)
+
+    def _abort(self, request_id: str) -> RequestOutput | None:
         self.scheduler.abort(request_id)
-        live = self._forget(request_id)
+        live = self._live.pop(request_id, None)
         return None if live is None else live.output()
 
     def step(self) -> list[RequestOutput]:
-        """Run one step; returns an output for every request that got a token or ended in it."""
-        start = time.perf_counter()
-        schedule, preempted = self._schedule()
-        if not schedule.requests:
+        """Advance by one step; returns an output for every request that got a token or ended in it.
+
+        With `--async-scheduling` that step was scheduled earlier, and others are on their way behind it. Those that
+        nobody waits for any more are waited for here, so that all pages are back once the last request has ended.
+        """
+        outputs = self._schedule()
+        if self._pipeline:
+            outputs += self._finish_step()
+        else:
             self.last_step = None
-            return []
-        progress: dict[str, tuple[int, int]] = {}
-        for scheduled in schedule.requests:
-            live = self._live[scheduled.request_id]
-            live.scheduled()
-            progress[scheduled.request_id] = (scheduled.start + scheduled.num_tokens, live.request.num_tokens)
+        while self._pipeline and not self._live:
+            self._finish_step()
+        return self._fanout.deliver(outputs)
+
+    def _finish_step(self) -> list[RequestOutput]:
+        """Wait for the oldest step and book it."""
         try:
-            plan = self.worker.plan(self.worker.resolve(schedule.requests))
-            inputs = [self._live[r.request_id].sample_input() for r in plan.requests if r.samples]
-            result = self.worker.execute(plan, inputs)
+            computed = self._pipeline.wait()
         except BaseException:
             # The ledger counts these tokens as computed already; their pages were never written.
-            self.scheduler.retract(schedule)
+            for schedule in self._pipeline.cancel():
+                self.scheduler.retract(schedule)
             raise
-        tokens = {name: tuple(token.token_id for token in found) for name, found in result.sampled.items()}
-        advanced = self.scheduler.update(schedule, tokens, result.failed)
-        outputs = [self._deliver(advance, result) for advance in advanced]
-        seconds = result.seconds | {"step": time.perf_counter() - start}
-        self._record(schedule, plan, result.screen, seconds, progress, preempted)
+        waited = time.perf_counter()
+        schedule, outcome = computed.schedule, computed.result
+        advanced = self.scheduler.update(
+            schedule, outcome.token_ids, outcome.failed, seconds=computed.ended - computed.began
+        )
+        progress = {
+            scheduled.request_id: (live.request.num_booked_tokens, live.request.num_tokens)
+            for scheduled in schedule.requests
+            if (live := self._live.get(scheduled.request_id)) is not None
+        }
+        outputs = [self._deliver(advance, outcome) for advance in advanced]
+        self._record(computed, progress, waited)
         return outputs
 
-    def _schedule(self) -> tuple[Schedule, tuple[str, ...]]:
-        """The next schedule with work in it. A step may do nothing but preempt; the one after it can admit again."""
-        preempted: tuple[str, ...] = ()
-        while True:
-            schedule = self.scheduler.schedule()
-            preempted += schedule.preempted
-            if schedule.requests or not schedule.preempted:
-                return schedule, preempted
+    def close(self) -> None:
+        """End the worker's thread; the engine takes no further step."""
+        self._pipeline.close()
 
-    def _deliver(self, advance: Advance, result: StepResult) -> RequestOutput:
-        """Hand a request its new tokens, or the reason why it failed; a stop string may end it at any of them."""
+    def _schedule(self) -> list[RequestOutput]:
+        """Submit steps until enough are in flight; returns what the scheduler ended.
+
+        A step may do nothing but preempt; the one after it can admit again.
+        """
+        outputs: list[RequestOutput] = []
+        while not self._pipeline.is_full:
+            began = time.perf_counter()
+            schedule = self.scheduler.schedule()
+            outputs += [self._live.pop(request.request_id).output() for request in schedule.stalled]
+            self._preempted += schedule.preempted
+            if schedule.requests:
+                for scheduled in schedule.requests:
+                    self._live[scheduled.request_id].scheduled()
+                self._pipeline.submit(schedule, prepared=began)
+            elif not schedule.preempted:
+                break
+        return outputs
+
+    def _deliver(self, advance: Advance, outcome: StepOutcome) -> RequestOutput:
+        """Hand a request its new tokens, or the reason why it failed; a stop string may end it here."""
         request = advance.request
         live = self._live[request.request_id]
-        if request.request_id in result.failed:
-            live.error = result.failed[request.request_id]
-            self._forget(request.request_id)
-            return live.output()
-        tokens = result.sampled[request.request_id][: advance.num_tokens]
-        for left, token, logits_V in zip(
-            range(len(tokens))[::-1], tokens, result.logits[request.request_id], strict=False
-        ):
-            # Sampled stop tokens (eos among them) are no text, as in vLLM.
-            ended = left == 0 and request.finish_reason is FinishReason.STOP
-            stop = live.append(token, logits_V, hidden=ended and not request.params.include_stop_str_in_output)
-            if stop is not None:
-                request.drop_outputs_after(request.num_output_tokens - left)
-                self.scheduler.finish(request.request_id, FinishReason.STOP, stop)
-                request.finish_reason, request.stop_reason = FinishReason.STOP, stop
-                break
+        if advance.num_tokens:
+            self._append(live, advance.num_tokens, outcome)
         if request.is_finished:
-            self._forget(request.request_id)
+            del self._live[request.request_id]
         return live.output()
 
-    def _forget(self, request_id: str) -> LiveRequest | None:
-        """Let go of a request that has ended; None for one that is unknown."""
-        self.worker.tails.drop(request_id)
-        return self._live.pop(request_id, None)
+    def _append(self, live: LiveRequest, num_tokens: int, outcome: StepOutcome) -> None:
+        """Give a request the first tokens of what it sampled, up to a stop string."""
+        request, before = live.request, live.request.num_output_tokens - num_tokens
+        sampled, logits = outcome.sampled[request.request_id], outcome.logits[request.request_id]
+        for index, token in enumerate(sampled[:num_tokens]):
+            # Sampled stop tokens (eos among them) are no text, as in vLLM.
+            ends = request.finish_reason is FinishReason.STOP and index == num_tokens - 1
+            stop = live.append(token, logits[index], hidden=ends and not request.params.include_stop_str_in_output)
+            if stop is not None:
+                request.drop_outputs_after(before + index + 1)
+                self.scheduler.finish(request.request_id, FinishReason.STOP, stop)
+                request.finish_reason, request.stop_reason = FinishReason.STOP, stop
+                return
 
-    def _record(
-        self,
-        schedule: Schedule,
-        plan: StepPlan,
-        screen: ScreenCounts,
-        seconds: dict[str, float],
-        progress: dict[str, tuple[int, int]],
-        preempted: tuple[str, ...],
-    ) -> None:
+    def _record(self, computed: Computed[StepOutcome], progress: dict[str, tuple[int, int]], waited: float) -> None:
+        """Count a step that is booked; `waited` is when its result was there for the host."""
+        outcome, booked = computed.result, time.perf_counter()
         full = len(self.model_config.full_indexer_layers)
         layers = self.model_config.num_layers if self.worker.kernels.use_workspace else 0
+        seconds = outcome.seconds | {
+            "schedule": computed.submitted - computed.prepared,
+            "update": booked - waited,
+            "compute": computed.ended - computed.began,
+            "idle": computed.began - max(computed.prepared, self._computed_until),
+            "step": booked - max(computed.prepared, self._booked_until),
+        }
+        self._computed_until, self._booked_until = computed.ended, booked
         step = StepStats(
-            step=schedule.step,
-            num_tokens=schedule.num_tokens,
+            step=computed.schedule.step,
+            num_tokens=sum(plan.token_ids.size for plan in outcome.plans),
             num_running=self.scheduler.num_running,
             num_waiting=self.scheduler.num_waiting,
             pages_used=self.cache.num_usable_pages - self.cache.num_free_pages,
             pages_total=self.cache.num_usable_pages,
-            indexer_chunks=full * len(plan.indexer_chunks),
-            scored_pairs=full * plan.scored_pairs,
-            screened_pairs=screen.screened,
-            screen_survivors=screen.survivors,
-            gathered_rows=layers * plan.gathered_rows,
+            indexer_chunks=full * sum(len(plan.indexer_chunks) for plan in outcome.plans),
+            scored_pairs=full * sum(plan.scored_pairs for plan in outcome.plans),
+            screened_pairs=outcome.screen.screened,
+            screen_survivors=outcome.screen.survivors,
+            gathered_rows=layers * sum(plan.gathered_rows for plan in outcome.plans),
+            spec=outcome.spec,
             seconds=seconds,
             progress=progress,
-            preempted=preempted,
+            preempted=self._preempted,
             rss_bytes=self._process.memory_info().rss,
         )
+        self._preempted = ()
         self.stats.add(step)
         self.last_step = step
 

@@ -9,12 +9,14 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import time
+from collections.abc import Iterable
 
 from torch import Tensor
 
 from longfill.engine.detokenizer import Detokenizer
 from longfill.engine.tokenizer import Tokenizer
 from longfill.request import CompletionOutput, FinishReason, Logprob, Request, RequestMetrics, RequestOutput
+from longfill.worker.history import TokenHistory
 from longfill.worker.sampler import SampledToken, SampleInput
 
 
@@ -22,12 +24,24 @@ class LiveRequest:
     """One unfinished request's output side."""
 
     def __init__(
-        self, request: Request, prompt: str | None, seed: int, tokenizer: Tokenizer | None, *, digest: bool
+        self,
+        request: Request,
+        prompt: str | None,
+        seed: int,
+        tokenizer: Tokenizer | None,
+        *,
+        digest: bool,
+        eos_token_ids: Iterable[int],
+        vocab_size: int,
     ) -> None:
         self.request = request
-        self.error: str | None = None
         self._prompt = prompt
         self._seed = seed
+        # A tokenizer may know tokens that the model has no logits for.
+        stops = {*eos_token_ids, *(request.params.stop_token_ids or ())}
+        self._stop_token_ids = tuple(sorted(token for token in stops if token < vocab_size))
+        self._vocab_size = vocab_size
+        self._history: TokenHistory | None = None
         self._tokenizer = tokenizer
         self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer, request.params)
         self._digest = hashlib.sha256() if digest else None
@@ -35,10 +49,20 @@ class LiveRequest:
         self._cumulative_logprob = 0.0
         self._metrics = RequestMetrics(arrival_time=request.arrival_time)
 
-    def sample_input(self) -> SampleInput:
-        """What its next token depends on besides the logits."""
+    def sample_input(self, position: int) -> SampleInput:
+        """What the token at a position of the sequence depends on besides the logits."""
         request = self.request
-        return SampleInput(request.request_id, request.params, self._seed, request.num_output_tokens)
+        if self._history is None and request.params.has_penalties:
+            prompt = request.token_ids[: request.num_prompt_tokens]
+            self._history = TokenHistory(prompt, self._vocab_size, request.output_token_ids.tolist())
+        return SampleInput(
+            request.request_id,
+            request.params,
+            self._seed,
+            position - request.num_prompt_tokens,
+            self._stop_token_ids,
+            self._history,
+        )
 
     def scheduled(self) -> None:
         """Count a step that computes some of its tokens."""
@@ -75,7 +99,7 @@ class LiveRequest:
             text="" if self._detokenizer is None else self._detokenizer.text,
             token_ids=request.output_token_ids.tolist(),
             finish_reason=None if request.finish_reason is None else request.finish_reason.value,
-            stop_reason=self.error if request.finish_reason is FinishReason.ERROR else request.stop_reason,
+            stop_reason=request.error if request.finish_reason is FinishReason.ERROR else request.stop_reason,
             logprobs=self._logprobs,
             cumulative_logprob=None if self._logprobs is None else self._cumulative_logprob,
         )

@@ -22,7 +22,7 @@ from longfill.request import RequestOutput, SamplingParams, TokenIds
 from longfill.worker.memory import MemoryPlan
 
 Prompt = str | Sequence[int] | TokenIds | Mapping[str, Any]
-"""Text, token ids, or a mapping with `prompt` or `prompt_token_ids` (and `cache_salt`)."""
+"""Text, token ids, or a mapping with `prompt` or `prompt_token_ids` (and `cache_salt`, `priority`, `tenant`)."""
 
 
 class LLM:
@@ -100,8 +100,8 @@ class LLM:
         ids = [str(next(self._ids)) for _ in batch]
         try:
             for request_id, prompt, wanted in zip(ids, batch, each, strict=True):
-                content, salt = _content(prompt)
-                self.engine.add_request(request_id, content, wanted, cache_salt=salt)
+                content, options = _content(prompt)
+                self.engine.add_request(request_id, content, wanted, **options)
             done = self._run(on_step)
         except BaseException:
             for request_id in ids:
@@ -133,16 +133,30 @@ def _as_list(prompts: Any) -> list[Prompt]:
     return [items] if items and isinstance(items[0], int | float | np.integer) else items
 
 
-def _content(prompt: Prompt) -> tuple[str | Sequence[int] | TokenIds, str]:
+_OPTIONS: dict[str, tuple[type, str]] = {
+    "cache_salt": (str, "a string"),
+    "priority": (int, "an integer"),
+    "tenant": (str, "a string"),
+}
+"""What a prompt's mapping may hold beside the prompt: the type, and its name in words."""
+
+
+def _content(prompt: Prompt) -> tuple[str | Sequence[int] | TokenIds, dict[str, Any]]:
+    """Text or ids, and the options given with them."""
     if not isinstance(prompt, Mapping):
-        return _text_or_ids(prompt), ""
-    unknown = set(prompt) - {"prompt", "prompt_token_ids", "cache_salt"}
+        return _text_or_ids(prompt), {}
+    unknown = set(prompt) - {"prompt", "prompt_token_ids", *_OPTIONS}
     if unknown or ("prompt" in prompt) == ("prompt_token_ids" in prompt):
-        raise ConfigError(f"prompt {sorted(prompt)}: give either 'prompt' or 'prompt_token_ids', and 'cache_salt'")
-    salt = prompt.get("cache_salt") or ""
-    if not isinstance(salt, str):
-        raise ConfigError(f"prompt: cache_salt must be a string, got {salt!r:.60}")
-    return _text_or_ids(prompt.get("prompt", prompt.get("prompt_token_ids"))), salt
+        raise ConfigError(
+            f"prompt {sorted(prompt)}: give either 'prompt' or 'prompt_token_ids', and of {', '.join(_OPTIONS)} what "
+            "you like"
+        )
+    options = {name: prompt[name] for name in _OPTIONS if prompt.get(name) is not None}
+    for name, value in options.items():
+        kind, words = _OPTIONS[name]
+        if not isinstance(value, kind) or isinstance(value, bool):
+            raise ConfigError(f"prompt: {name} must be {words}, got {value!r:.60}")
+    return _text_or_ids(prompt.get("prompt", prompt.get("prompt_token_ids"))), options
 
 
 def _text_or_ids(content: Any) -> str | Sequence[int] | TokenIds:

@@ -1,15 +1,16 @@
-"""Turns logits into tokens: greedy, temperature, min-p, top-k, top-p, seeds and log-probabilities.
+"""Turns logits into tokens: greedy, temperature, min-p, top-k, top-p, seeds, drafts and log-probabilities.
 
 May import request, errors, torch and NumPy. Invariant: a row's token is a function of that row's logits, parameters,
-seed and output index alone: not of batch mates, of preemption, or of how the prompt was cut.
+seed, output index and the tokens before it alone: not of batch mates, of preemption, of drafts, or of how the prompt
+was cut.
 
-Shape suffixes: S rows of this step · V vocabulary.
+Shape suffixes: S rows of this step · R rows of one request · V vocabulary.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from longfill.errors import RequestError
 from longfill.request import Logprob, SamplingParams
+from longfill.worker.history import TokenHistory, adjusted, changes_logits
 
 Ids = npt.NDArray[np.int64]
 Weights = npt.NDArray[np.float64]
@@ -34,13 +36,17 @@ _FIRST_CANDIDATES = 1024
 class SampleInput:
     """What a row's token depends on besides its logits.
 
-    `seed` comes from `request_seed`; `output_index` is the number of tokens that the request has sampled before.
+    `seed` comes from `request_seed`; `output_index` is the number of tokens that the request has sampled before (its
+    first row, where it has several). `stop_token_ids`, eos among them, are what min_tokens keeps away; `history` is
+    the request's, and may be None where its parameters have no penalties. Drawing adds to it.
     """
 
     request_id: str
     params: SamplingParams
     seed: int
     output_index: int
+    stop_token_ids: tuple[int, ...] = ()
+    history: TokenHistory | None = None
 
 
 @dataclass(frozen=True)
@@ -52,14 +58,24 @@ class SampledToken:
 
 
 class LogitsError(RequestError):
-    """Logits from which no token can be drawn. Sampling is pure: drop these requests' rows and sample the rest."""
+    """Logits from which no token can be drawn, with the reason by request id: drop these rows and sample the rest."""
 
-    def __init__(self, request_ids: tuple[str, ...]) -> None:
-        self.request_ids = request_ids
-        super().__init__(
-            f"request {', '.join(request_ids)}: the model's logits contain NaN or +inf, or are -inf for every token; "
-            "check the weights (a damaged or wrongly scaled tensor), or try --dtype float32"
-        )
+    def __init__(self, reasons: Mapping[str, str]) -> None:
+        self.reasons = dict(reasons)
+        ids_of: dict[str, list[str]] = {}
+        for request_id, why in reasons.items():
+            ids_of.setdefault(why, []).append(request_id)
+        super().__init__("; ".join(f"request {', '.join(ids)}: {why}" for why, ids in ids_of.items()))
+
+
+_NOT_NUMBERS = (
+    "the model's logits contain NaN or +inf, or are -inf for every token; check the weights (a damaged or wrongly "
+    "scaled tensor), or try --dtype float32"
+)
+_NOTHING_LEFT = (
+    "min_tokens and repetition_penalty leave none of the tokens that the model allows; lower min_tokens, or bring "
+    "repetition_penalty closer to 1"
+)
 
 
 def validate(params: SamplingParams, vocab_size: int) -> None:
@@ -67,6 +83,9 @@ def validate(params: SamplingParams, vocab_size: int) -> None:
     outside = [token for token in params.stop_token_ids or () if not 0 <= token < vocab_size]
     if outside:
         raise RequestError(f"stop_token_ids: {outside[0]} is not below the vocabulary size {vocab_size:,}")
+    biased = [token for token in params.logit_bias or () if token >= vocab_size]
+    if biased:
+        raise RequestError(f"logit_bias: token id {biased[0]} is not below the vocabulary size {vocab_size:,}")
     if len(params.stop_strings) > MAX_STOP_STRINGS:
         raise RequestError(f"stop: {len(params.stop_strings):,} strings; give at most {MAX_STOP_STRINGS}")
 
@@ -83,37 +102,107 @@ def request_seed(params: SamplingParams, engine_seed: int, ordinal: int) -> int:
 
 
 def sample(logits_SV: Tensor, inputs: Sequence[SampleInput]) -> list[SampledToken]:
-    """Draw one token per row.
+    """Draw one token per row, each of another request.
 
     `logits_SV` is float32 [S, V] on any device, row i belonging to `inputs[i]`; it is not changed. Raises LogitsError
-    before anything is drawn if some rows allow no token; the others' tokens do not depend on those rows.
+    with every row that allows no token; the others' tokens do not depend on those rows.
     """
-    if logits_SV.dtype != torch.float32 or logits_SV.ndim != 2 or logits_SV.shape[0] != len(inputs):
-        raise ValueError(f"want float32 logits [{len(inputs)}, V], got {logits_SV.dtype} {list(logits_SV.shape)}")
-    if not inputs:
+    tokens: list[SampledToken] = []
+    reasons: dict[str, str] = {}
+    for logits_V, best, row in zip(logits_SV, _best(logits_SV, len(inputs)), inputs, strict=True):
+        token = _draw(logits_V, best, row, row.output_index)
+        if isinstance(token, str):
+            reasons[row.request_id] = token
+        else:
+            tokens.append(token)
+    if reasons:
+        raise LogitsError(reasons)
+    return tokens
+
+
+def verify(logits_RV: Tensor, row: SampleInput, drafts: Sequence[int]) -> tuple[SampledToken, ...]:
+    """Draw one request's tokens at consecutive positions, as far as its drafts are what is drawn: 1 to R of them.
+
+    `logits_RV` is float32 [R, V], R = 1 + len(drafts): those after the last known token, then after each draft. Row i
+    is drawn from as without drafts, with output index `row.output_index + i`; while that gives draft i, row i + 1 is
+    what the model says next. So the tokens are those without drafts, whatever the drafts are. A draft d is accepted
+    with its probability p(d), and a token drawn in its place has p without d, normalised: rejection sampling
+    (arXiv:2211.17192) for drafts that are given rather than drawn.
+
+    Raises LogitsError if row 0 allows no token. The walk ends before a later row that allows none: that row comes again
+    as row 0, and only if it does, the request fails.
+    """
+    tokens: list[SampledToken] = []
+    for i, (logits_V, best) in enumerate(zip(logits_RV, _best(logits_RV, 1 + len(drafts)), strict=True)):
+        token = _draw(logits_V, best, row, row.output_index + i)
+        if isinstance(token, str):
+            if i == 0:
+                raise LogitsError({row.request_id: token})
+            break
+        tokens.append(token)
+        if i == len(drafts) or token.token_id != drafts[i]:
+            break
+    return tuple(tokens)
+
+
+def draft_token(logits_V: Tensor, params: SamplingParams, seed: int, output_index: int) -> int:
+    """A guess at output `output_index` of a request, from a draft model's logits [V] of any float dtype.
+
+    It is drawn with the uniform that the target will draw that output with (common random numbers): equal logits give
+    the same token, and near ones mostly do. Penalties and min_tokens are left to the target. Any token is a right
+    guess, so logits that allow none give token 0.
+    """
+    values = logits_V.detach().to("cpu", torch.float64, copy=True).numpy()
+    if not np.isfinite(values.max()):
+        return 0
+    for token_id, bias in (params.logit_bias or {}).items():
+        values[token_id] += bias
+    return _choose(values, params, seed, output_index)
+
+
+def _best(logits_RV: Tensor, rows: int) -> list[int | None]:
+    """Each row's likeliest token (the lowest of equals), or None where the row allows no token."""
+    if logits_RV.dtype != torch.float32 or logits_RV.ndim != 2 or logits_RV.shape[0] != rows:
+        raise ValueError(f"want float32 logits [{rows}, V], got {logits_RV.dtype} {list(logits_RV.shape)}")
+    if rows == 0:
         return []
     # One pass serves all: max() hands NaN on, and takes the first of equal values, which is the lower token id.
-    best_S, argmax_S = logits_SV.max(dim=-1)
-    finite = torch.isfinite(best_S).tolist()
-    if not all(finite):
-        raise LogitsError(tuple(row.request_id for row, ok in zip(inputs, finite, strict=True) if not ok))
+    best_R, argmax_R = logits_RV.max(dim=-1)
     return [
-        SampledToken(greedy)
-        if row.params.temperature == 0 and row.params.logprobs is None
-        else _sample_row(logits_V, greedy, row)
-        for logits_V, greedy, row in zip(logits_SV, argmax_S.tolist(), inputs, strict=True)
+        token if finite else None
+        for token, finite in zip(argmax_R.tolist(), torch.isfinite(best_R).tolist(), strict=True)
     ]
 
 
-def _sample_row(logits_V: Tensor, greedy: int, row: SampleInput) -> SampledToken:
-    # float64 on the host for one row at a time: the same arithmetic on every device, and no [S, V] copy.
-    values = logits_V.detach().cpu().numpy().astype(np.float64)
-    token = greedy
-    if row.params.temperature > 0:
-        ids, weights = candidates(values, row.params)
-        token = int(ids[_inverse_cdf(weights, uniform(row.seed, row.output_index))])
-    wanted = row.params.logprobs
-    return SampledToken(token, None if wanted is None else _logprobs(values, token, wanted))
+def _draw(logits_V: Tensor, best: int | None, row: SampleInput, output_index: int) -> SampledToken | str:
+    """The token of one row, which its history then has as output `output_index`; or why there is none."""
+    if row.history is not None:
+        row.history.truncate(output_index)
+    if best is None:
+        return _NOT_NUMBERS
+    changed = changes_logits(row.params, output_index)
+    token = SampledToken(best)
+    if changed or row.params.temperature > 0 or row.params.logprobs is not None:
+        # float64 on the host for one row at a time: the same arithmetic on every device, and no [S, V] copy.
+        raw = logits_V.detach().cpu().numpy().astype(np.float64)
+        values = raw
+        if changed:
+            values = adjusted(raw, row.params, output_index, stop_token_ids=row.stop_token_ids, history=row.history)
+            if values.max() == -np.inf:
+                return _NOTHING_LEFT
+        token_id = _choose(values, row.params, row.seed, output_index)
+        wanted = row.params.logprobs
+        token = SampledToken(token_id, None if wanted is None else _logprobs(raw, token_id, wanted))
+    if row.history is not None:
+        row.history.append(token.token_id)
+    return token
+
+
+def _choose(logits_V: Weights, params: SamplingParams, seed: int, output_index: int) -> int:
+    if params.temperature == 0:
+        return int(logits_V.argmax())
+    ids, weights = candidates(logits_V, params)
+    return int(ids[_inverse_cdf(weights, uniform(seed, output_index))])
 
 
 def uniform(seed: int, output_index: int) -> float:

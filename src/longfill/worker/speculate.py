@@ -27,7 +27,7 @@ from longfill.partition import StepPlan, StepRequest
 from longfill.partition.lengths import Int64Array
 from longfill.request import SamplingParams
 from longfill.worker.batch import step_rows
-from longfill.worker.sampler import LogitsError, SampledToken, SampleInput, sample
+from longfill.worker.sampler import LogitsError, SampledToken, SampleInput, draft_token, verify
 
 Sampled = dict[str, tuple[SampledToken, ...]]
 """By request id: of each that samples, one token, and one more for each of its drafts that was right."""
@@ -60,31 +60,6 @@ def verify_step(logits_SV: Tensor, plan: StepPlan, inputs: Sequence[SampleInput]
         except LogitsError as error:
             failed[request.request_id] = str(error)
     return sampled, failed
-
-
-def verify(logits_RV: Tensor, row: SampleInput, drafts: Sequence[int]) -> tuple[SampledToken, ...]:
-    """Draw a request's tokens from its rows, fp32 [1 + drafts, V], as long as each is the draft in the row behind it.
-
-    `row.output_index` is that of the first one. Raises LogitsError for logits that allow no token, if they are reached.
-    """
-    sampled: list[SampledToken] = []
-    for index, logits_V in enumerate(logits_RV):
-        sampled += sample(logits_V[None], [dataclasses.replace(row, output_index=row.output_index + index)])
-        if index == len(drafts) or sampled[-1].token_id != drafts[index]:
-            break
-    return tuple(sampled)
-
-
-def draft_token(logits_V: Tensor, params: SamplingParams, seed: int, output_index: int) -> int:
-    """A guess at the output token of that index: drawn as that token will be, from the draft layer's fp32 logits [V].
-
-    Logits that allow no token give 0: a guess need not be good, only the model's own logits may fail a request.
-    """
-    plain = dataclasses.replace(params, logprobs=None)
-    try:
-        return sample(logits_V[None], [SampleInput("draft", plain, seed, output_index)])[0].token_id
-    except LogitsError:
-        return 0
 
 
 def tokens_behind(plan: StepPlan, sampled: Sampled) -> Int64Array:

@@ -7,7 +7,7 @@ drafts never leave the worker.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -100,3 +100,7 @@ class Tails:
     def drop(self, request_id: str) -> None:
         """Forget a request that has ended, or whose step failed. Fine for one without a tail."""
         self._tails.pop(request_id, None)
+
+    def keep(self, is_current: Callable[[str, int], bool]) -> None:
+        """Forget the requests whose (id, admission) is over."""
+        self._tails = {name: tail for name, tail in self._tails.items() if is_current(name, tail.admission)}
