@@ -56,7 +56,6 @@ def assert_clean(llm: LLM) -> None:
     core = llm.engine
     core.cache.check()
     assert core.cache.num_free_pages == core.cache.num_usable_pages
-    assert len(core.worker.tails) == 0
 
 
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
@@ -136,6 +135,8 @@ def test_an_aborted_request_leaves_nothing_behind(folder: Path) -> None:
         core.step()
     assert len(core.worker.tails) == 2
     core.abort_request("a")
+    core.step()
+    assert len(core.worker.tails) == 1
     while core.has_unfinished_requests:
         core.step()
     assert_clean(llm)

@@ -85,7 +85,7 @@ def drive(
 
 def _step(worker: Worker, live: dict[str, Driven], params: SamplingParams, chunk: int) -> None:
     schedule = [_scheduled(name, request, chunk) for name, request in live.items()]
-    plan = worker.plan(worker.resolve(schedule))
+    plan = worker.plan([request for part in schedule if (request := worker.tails.resolve(part)) is not None])
     inputs = [
         SampleInput(r.request_id, params, FIRST_SEED + int(r.request_id), len(live[r.request_id].token_ids))
         for r in plan.requests
