@@ -53,6 +53,10 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "num_gpu_blocks_override": {"num_gpu_blocks_override": POOL},
     "block_size": {"block_size": 8},
     "max_num_batched_tokens": {"max_num_batched_tokens": 7},
+    "long_prefill_token_threshold": {"long_prefill_token_threshold": 3},
+    "prefill_schedule_interval": {"prefill_schedule_interval": 2},
+    "async_scheduling": {"async_scheduling": True},
+    "split_mixed_batch": {"split_mixed_batch": True},
     "speculative_config": {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2}},
     "digest": {"digest": True},
     "skip_tokenizer_init": {"skip_tokenizer_init": True},
@@ -60,7 +64,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
 }
 PARAMS: dict[str, dict[str, Any]] = {
     "sampling": {"temperature": 1.0, "seed": 7},
-    "penalties": {"presence_penalty": 2.0, "frequency_penalty": 1.0, "repetition_penalty": 5.0},
+    "penalties": {"presence_penalty": -2.0, "frequency_penalty": -1.0, "repetition_penalty": 0.2},
     "logit_bias": {"logit_bias": {5: 3.0, 7: 3.5, 300: -100.0}},
     "min_tokens": {"min_tokens": MAX_TOKENS, "stop_token_ids": list(range(400))},
     "n": {"n": 2},
@@ -140,15 +144,14 @@ class Bench:
     def _run(self, names: frozenset[str]) -> Result:
         llm, result = self.llm(names), Result()
         logits: dict[str, list[Tensor]] = {}
-        execute = llm.engine.worker.execute
+        append = llm.engine._append
 
-        def keep(*args: Any) -> Any:
-            step = execute(*args)
-            for request_id, rows in step.logits.items():
-                logits.setdefault(request_id, []).extend(rows.clone())
-            return step
+        def keep(live: Any, num_tokens: int, outcome: Any) -> None:
+            name = live.request.request_id
+            logits.setdefault(name, []).extend(row.clone() for row in outcome.logits[name][:num_tokens])
+            append(live, num_tokens, outcome)
 
-        llm.engine.worker.execute = keep  # type: ignore[method-assign]
+        llm.engine._append = keep  # type: ignore[method-assign]
         params = sampling(names)
         for batch in (PROMPTS, PROMPTS[:1]):
             for output in llm.generate([list(prompt) for prompt in batch], params):
