@@ -20,6 +20,8 @@ from longfill.scheduler import UNKNOWN, ScheduledRequest
 from longfill.worker.sampler import SampleInput
 from longfill.worker.worker import Worker
 
+FIRST_SEED = 7
+"""Seed of the first request; the others' follow."""
 Choose = Callable[[str, int, Sequence[int]], Sequence[int]]
 """(request id, output index of the first draft, the drafts made for it) -> those to use."""
 
@@ -83,9 +85,9 @@ def drive(
 
 def _step(worker: Worker, live: dict[str, Driven], params: SamplingParams, chunk: int) -> None:
     schedule = [_scheduled(name, request, chunk) for name, request in live.items()]
-    plan = worker.plan(worker.resolve(schedule))
+    plan = worker.plan([request for part in schedule if (request := worker.tails.resolve(part)) is not None])
     inputs = [
-        SampleInput(r.request_id, params, 7 + int(r.request_id), len(live[r.request_id].token_ids))
+        SampleInput(r.request_id, params, FIRST_SEED + int(r.request_id), len(live[r.request_id].token_ids))
         for r in plan.requests
         if r.samples
     ]

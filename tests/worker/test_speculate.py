@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,15 +12,17 @@ import torch
 from tests.native import needs_native
 from tests.oracle.harness import engine, tokens
 from tests.tiny import edit_config, make_checkpoint
-from tests.worker.drafts import Choose, Driven, drive, speculative
+from tests.worker.drafts import FIRST_SEED, Choose, Driven, drive, speculative
+from torch import Tensor
 
 from longfill import SamplingParams
 from longfill.errors import ConfigError
 from longfill.models.config import ModelConfig
 from longfill.partition import StepRequest, plan_step
 from longfill.units import PageSize
-from longfill.worker.sampler import LogitsError, SampledToken, SampleInput, candidates, sample
-from longfill.worker.speculate import draft_token, tokens_behind, verify
+from longfill.worker import speculate
+from longfill.worker.sampler import SampledToken, draft_token
+from longfill.worker.speculate import tokens_behind
 
 PROMPTS = [tokens(37), tokens(5, 1), tokens(18, 2)]
 """One far above index_topk (16), one below it for most of its outputs, one that crosses it at once."""
@@ -111,6 +112,24 @@ def test_drafts_do_not_depend_on_the_cut_nor_on_earlier_drafts(folder: Path, kin
         assert [r.drafts for r in other] == made
 
 
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("kind", ["reference"], scope="module")
+def test_a_draft_layer_that_knew_the_models_logits_would_always_be_right(
+    folder: Path, kind: str, params: SamplingParams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each draft is drawn with the seed and the output index of the token that it guesses."""
+    want = run(folder, kind, params, drafts=0)
+
+    def knowing(logits_V: Tensor, params: SamplingParams, seed: int, output_index: int) -> int:
+        known = want[seed - FIRST_SEED].logits
+        return draft_token(known[output_index] if output_index < len(known) else logits_V, params, seed, output_index)
+
+    monkeypatch.setattr(speculate, "draft_token", knowing)
+    got = run(folder, kind, params, drafts=3)
+    assert_same(got, want)
+    assert [r.decode_steps for r in got] == [-(-(OUTPUTS - 1) // 4)] * len(PROMPTS)
+
+
 @pytest.mark.parametrize("kind", ["reference"], scope="module")
 def test_drafts_end_where_positions_end(folder: Path, kind: str) -> None:
     """The last drafts that a sequence has room for need no row beyond its end."""
@@ -126,63 +145,6 @@ def test_drafts_end_where_positions_end(folder: Path, kind: str) -> None:
     position = {first: len(PROMPTS[0]) + first - 1 for first in got.drafts}
     expected = {first: min(3, max(1, length - (at - 1))) for first, at in position.items()}
     assert {first: len(made) for first, made in got.drafts.items()} == expected
-
-
-def row(temperature: float, seed: int, output_index: int = 0) -> SampleInput:
-    return SampleInput("a", SamplingParams(temperature=temperature, top_p=0.95), seed, output_index)
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_walk_gives_the_plain_draws_and_ends_behind_the_first_wrong_draft(temperature: float) -> None:
-    generator = torch.Generator().manual_seed(0)
-    for seed in range(20):
-        logits_RV = 3 * torch.randn(4, 11, generator=generator)
-        plain = [sample(logits_RV[[i]], [row(temperature, seed, 5 + i)])[0] for i in range(4)]
-        ids = [token.token_id for token in plain]
-        for right in range(4):
-            drafts = [*ids[:right], *((token + 1) % 11 for token in ids[right:3])]
-            assert verify(logits_RV, row(temperature, seed, 5), drafts) == tuple(plain[: right + 1])
-
-
-def test_only_logits_that_a_walk_reaches_can_fail_it() -> None:
-    logits_RV = torch.zeros(3, 5)
-    logits_RV[:, 2] = 1
-    logits_RV[2] = float("nan")
-    assert [t.token_id for t in verify(logits_RV, row(0, 0), [4, 2])] == [2]
-    assert [t.token_id for t in verify(logits_RV, row(0, 0), [2, 4])] == [2, 2]
-    assert [t.token_id for t in verify(logits_RV, row(0, 0), [2, 2])] == [2, 2], "the walk ends before that row"
-    with pytest.raises(LogitsError, match="request a: the model's logits contain NaN"):
-        verify(logits_RV[2:], row(0, 0), [])
-
-
-def test_verified_tokens_are_distributed_as_the_model_says_and_drafts_stay_with_their_probability() -> None:
-    """Chi-square over fixed seeds, for a likely draft, an unlikely one and an impossible one."""
-    logits_V = torch.tensor([1.0, 0.0, -1.0, 2.0, 0.5])
-    params = SamplingParams(temperature=1.0)
-    _, weights = candidates(logits_V.double().numpy(), params)
-    expected = weights / weights.sum()
-    count = 4000
-    for draft in (3, 2, 99):
-        walks = [verify(logits_V.expand(2, -1), SampleInput("a", params, seed, 0), [draft]) for seed in range(count)]
-        observed = np.bincount([walk[0].token_id for walk in walks], minlength=5)
-        assert ((observed - count * expected) ** 2 / (count * expected)).sum() < 18.5, "p < 0.001 with 4 degrees"
-        accepted = sum(len(walk) == 2 for walk in walks)
-        chance = expected[draft] if draft < 5 else 0.0
-        assert abs(accepted - count * chance) <= 4 * (count * chance * (1 - chance)) ** 0.5
-
-
-def test_a_draft_from_the_models_own_distribution_is_always_right() -> None:
-    generator = torch.Generator().manual_seed(1)
-    for seed, temperature in itertools.product(range(50), (0.0, 0.7)):
-        logits_V = torch.randn(50, generator=generator)
-        given = row(temperature, seed, seed % 3)
-        guess = draft_token(logits_V, given.params, seed, seed % 3)
-        assert verify(logits_V.expand(2, -1), given, [guess])[0].token_id == guess
-
-
-def test_broken_draft_logits_make_a_poor_draft_and_no_error() -> None:
-    broken_V = torch.full((5,), float("nan"))
-    assert draft_token(broken_V, SamplingParams(temperature=1.0, logprobs=2), 0, 0) == 0
 
 
 def part(

@@ -42,7 +42,7 @@ from longfill.worker.pool import allocate_pool, latent_scales, layer_caches
 from longfill.worker.prompt_logprobs import PromptInput, PromptLogprobs, prompt_logprobs
 from longfill.worker.sampler import SampledToken, SampleInput
 from longfill.worker.speculate import Drafter, Sampled, check_draft_layer, verify_step
-from longfill.worker.tails import Scheduled, Tails
+from longfill.worker.tails import Tails
 
 logger = logging.getLogger(__name__)
 
@@ -107,19 +107,13 @@ class Worker:
             config, weights, caches, backend, attend, block_rows=block_rows(args, config, self.kernels)
         )
         self.tails = Tails()
+        """What `execute` leaves for the next steps' `resolve`, which must come after all steps before them."""
         self._drafter: Drafter | None = None
         if weights.mtp is not None:
             self._drafter = Drafter(
                 DraftLayer(self.decoder, weights.mtp), self.plan, num_tokens=args.num_speculative_tokens,
                 page_size=args.block_size, max_model_len=self.memory.max_model_len,
             )  # fmt: skip
-
-    def resolve(self, scheduled: Sequence[Scheduled]) -> list[StepRequest]:
-        """A schedule's requests with what this worker knows and the scheduler does not: see `Tails.resolve`.
-
-        Those that nothing waits for are left out. To be called when all steps before this one have been executed.
-        """
-        return [request for part in scheduled if (request := self.tails.resolve(part)) is not None]
 
     def plan(self, requests: Sequence[StepRequest]) -> StepPlan:
         """The step's integers, under this rank's limits."""
