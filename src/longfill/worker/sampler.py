@@ -10,6 +10,7 @@ Shape suffixes: S rows of this step · R rows of one request · V vocabulary.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -182,8 +183,7 @@ def _best(logits_RV: Tensor, rows: int) -> list[int | None]:
     # One pass serves all: max() hands NaN on, and takes the first of equal values, which is the lower token id.
     best_R, argmax_R = logits_RV.max(dim=-1)
     return [
-        token if finite else None
-        for token, finite in zip(argmax_R.tolist(), torch.isfinite(best_R).tolist(), strict=True)
+        token if math.isfinite(best) else None for token, best in zip(argmax_R.tolist(), best_R.tolist(), strict=True)
     ]
 
 
