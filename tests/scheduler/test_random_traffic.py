@@ -150,7 +150,7 @@ class RandomTraffic(RuleBasedStateMachine):
     @precondition(lambda self: not self.scheduler.requests)
     @rule()
     def forget_prefixes(self) -> None:
-        assert self.engine.cache.reset_prefix_cache()
+        assert self.engine.cache.reset_prefix_cache() == (not self.engine.in_flight), "steps in flight hold pages"
 
     @invariant()
     def all_adds_up(self) -> None:
