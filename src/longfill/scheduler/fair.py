@@ -9,8 +9,9 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
+from weakref import WeakSet
 
 from longfill.request import Request
 from longfill.scheduler.admission import Admission
@@ -34,6 +35,8 @@ class FairPolicy:
         self._config = scheduler.config
         self._admission = admission
         self._shares: defaultdict[int, FairShares] = defaultdict(FairShares)  # by level
+        self._late: WeakSet[Request] = WeakSet()
+        self._next: dict[int, Request] = {}  # by level: for whom pages are saved up
 
     def divide(
         self, step: Step, level: int, running: Sequence[Request], *, cap: int | None, held: bool
@@ -46,10 +49,8 @@ class FairPolicy:
         claims = [self._claim(r, remaining, cap) for r, remaining in candidates if remaining == 1 or not held]
         if not claims:
             return []
-        budget = min(step.room, self._allowance(step, claims))
-        if budget == 0:
-            return []
-        served = [(claim.request, claim.tokens) for claim in self._shares[level].split(budget, claims)]
+        for_others, budget = self._budgets(step, any(claim.is_late for claim in claims))
+        served = [(c.request, c.tokens) for c in self._shares[level].split(budget, claims, for_others=for_others)]
         return sorted(served, key=lambda part: not self._scheduler.is_running(part[0]))
 
     def was_served(self, level: int, request: Request) -> None:
@@ -60,26 +61,38 @@ class FairPolicy:
         """How long a request has waited over how long its `num_tokens` still need at least: its response ratio."""
         return (self._scheduler.now - request.arrival_time) / self.pace.prompt_s(num_tokens)
 
-    def _allowance(self, step: Step, claims: Sequence[Claim]) -> int:
-        """Prompt tokens that the step may still take for the sake of its decodes."""
+    def _budgets(self, step: Step, has_late: bool) -> tuple[int, int]:
+        """Prompt tokens that the step may still take: those of prompts that are not late, and all.
+
+        Beside decodes the former are what their share leaves. Late ones may make a step as long as the target.
+        """
         if step.decodes == 0:
-            return step.room
+            return step.room, step.room
         if step.prompt_allowance is None:
-            late_target = self._config.ttft_target if any(claim.is_late for claim in claims) else None
-            step.prompt_allowance, step.target_s = self.pace.allowance(late_target)
-        return int(max(0, min(step.room, step.prompt_allowance - step.prompt_tokens)))
+            step.prompt_allowance, step.target_s = self.pace.allowance(), self.pace.target_s
+        for_others = for_all = step.prompt_allowance
+        if has_late and step.target_s is not None and self._config.ttft_target is not None:
+            step.target_s = max(step.target_s, self._config.ttft_target)
+            for_all = max(for_all, self.pace.tokens_within(step.target_s))
+        left = [int(max(0, min(step.room, tokens - step.prompt_tokens))) for tokens in (for_others, for_all)]
+        return left[0], left[1]
 
     def _claim(self, request: Request, remaining: int, cap: int | None) -> Claim:
         tokens = remaining if cap is None else min(cap, remaining)
         return Claim(request, tokens, self.urgency(request, remaining), self._is_late(request, remaining))
 
     def _is_late(self, request: Request, remaining: int) -> bool:
-        """Whether a prompt that could be computed within the target will miss it at half of the machine's pace."""
+        """Whether a prompt that could be computed within the target will miss it at half of the machine's pace.
+
+        It stays late until it has its token: the less is left of it, the later it would be called late again.
+        """
         target = self._config.ttft_target
         if target is None or request.num_output_tokens:
             return False
         needed = self.pace.prompt_s(remaining)
-        return needed <= target < self._scheduler.now - request.arrival_time + 2 * needed
+        if needed <= target < self._scheduler.now - request.arrival_time + 2 * needed:
+            self._late.add(request)
+        return request in self._late
 
     def _candidates(self, step: Step, level: int) -> list[tuple[Request, int]]:
         """Who could be admitted together, and how many tokens each still has to compute; the most urgent first."""
@@ -89,19 +102,36 @@ class FairPolicy:
             return found
         if not (self._admission.has_seat() or self._admission.below(first)):
             return found
-        most = max(1, step.room // QUANTUM)  # more do not get a part
-        window = itertools.islice(self._scheduler.waiting.at(level), WINDOW)
         pages = 0
-        for request in heapq.nlargest(2 * most, window, key=lambda r: self.urgency(r, r.num_uncomputed_tokens)):
+        for request in self._by_urgency(step, level):
             hit = self._admission.lookup(request)
             remaining = request.num_tokens - hit.num_tokens
-            if self._admission.has_seat(len(found)) and self._admission.has_pages(request, hit, remaining, pages):
+            if not self._admission.has_seat(len(found)):
+                if not found and self._admission.victims(request, hit, remaining):
+                    found.append((request, remaining))
+                break
+            if self._admission.has_pages(request, hit, remaining, pages):
                 found.append((request, remaining))
                 pages += self._admission.pages_wanted(request, hit, remaining)
                 continue
             if not found and self._admission.victims(request, hit, remaining):
                 return [(request, remaining)]  # what is left behind the victims is not known yet
             step.closed = True  # nor does one of lower priority take what this one waits for
-            if not self._admission.has_seat(len(found)) or self.urgency(request, remaining) >= 1:
+            if self.urgency(request, remaining) >= 1:
+                self._next[level] = request
                 break
         return found
+
+    def _by_urgency(self, step: Step, level: int) -> Iterator[Request]:
+        """Those that wait, and that the step could serve: the most urgent first.
+
+        Ahead of all is the one that pages are saved up for: while it waits for others to end, those behind it become
+        urgent in their turn, the short ones sooner, and would take the pages as they come.
+        """
+        saved_for = self._next.pop(level, None)
+        if saved_for is not None and self._scheduler.is_waiting(saved_for):
+            yield saved_for
+        most = 2 * max(1, step.room // QUANTUM)  # more do not get a part, even where every second one finds no pages
+        window = itertools.islice(self._scheduler.waiting.at(level), WINDOW)
+        order = heapq.nlargest(most, window, key=lambda r: self.urgency(r, r.num_uncomputed_tokens))
+        yield from (request for request in order if request is not saved_for)

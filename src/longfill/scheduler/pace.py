@@ -58,37 +58,39 @@ class Pace:
         elif target_s is not None:
             self._debt_s = min(max(0.0, self._debt_s + seconds - target_s), MOST_PAUSES * self._pause_pays_s)
 
-    def allowance(self, late_target_s: float | None = None) -> tuple[float, float | None]:
-        """Prompt tokens that the next step, which has decodes, may hold, and the seconds that it may take (None: any).
+    def allowance(self) -> float:
+        """Prompt tokens that the next step, which has decodes, may hold: infinite while nothing is known of its time.
 
-        Infinite while nothing is known about its time. `late_target_s` replaces the share while a prompt is late. To be
-        called once for each such step.
+        To be called once for each such step.
         """
         if self.decode_share == 0:
-            return math.inf, None
+            return math.inf
         if self._steps_unseen >= PROBE_STEPS and self.token_s is not None:
             self._steps_unseen = 0
-            return 0, self._target_s
+            return 0
         self._steps_unseen += 1
-        target_s = self._target_s
-        if target_s is None or self.decode_step_s is None:
-            return math.inf, None
-        if late_target_s is not None and late_target_s > target_s:
-            target_s = late_target_s
-        elif self._debt_s > 0 and self._debt_s >= self._pause_pays_s:
-            return 0, target_s  # never less than a whole pause: most of it would be a gift
-        if not self.token_s:
-            return math.inf, target_s
-        return max(QUANTUM, int((target_s - self.decode_step_s) / self.token_s)), target_s
+        # Never less than a whole pause: most of it would be a gift.
+        if self._debt_s > 0 and self._debt_s >= self._pause_pays_s:
+            return 0
+        return self.tokens_within(self.target_s)
+
+    def tokens_within(self, seconds: float | None) -> float:
+        """Prompt tokens in a step, which has decodes, of so many seconds (None: any); a QUANTUM at least."""
+        if seconds is None or self.decode_step_s is None or not self.token_s:
+            return math.inf
+        return max(QUANTUM, (seconds - self.decode_step_s) / self.token_s)
 
     @property
-    def _target_s(self) -> float | None:
-        return None if self.decode_step_s is None else self.decode_step_s / self.decode_share
+    def target_s(self) -> float | None:
+        """Seconds that a step with decodes may take for their share (None: any, or not known yet)."""
+        if self.decode_step_s is None or self.decode_share == 0:
+            return None
+        return self.decode_step_s / self.decode_share
 
     @property
     def _pause_pays_s(self) -> float:
         """By so much a step without prompts is shorter than it might be."""
-        return (self._target_s or 0.0) - (self.decode_step_s or 0.0)
+        return (self.target_s or 0.0) - (self.decode_step_s or 0.0)
 
 
 def _mean(old: float | None, new: float) -> float:

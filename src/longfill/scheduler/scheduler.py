@@ -93,6 +93,9 @@ class Scheduler:
     def is_running(self, request: Request) -> bool:
         return request.request_id in self._running
 
+    def is_waiting(self, request: Request) -> bool:
+        return self.requests.get(request.request_id) is request and not self.is_running(request)
+
     def add_request(self, request: Request) -> None:
         """Queue a request. Raises RequestError, with the numbers, for one that could never be finished."""
         if request.request_id in self.requests:

@@ -41,23 +41,26 @@ class FairShares:
     def __init__(self) -> None:
         self._turns = itertools.count()
         self._last_turn: dict[Share, int] = {}
-        self._newcomers_first = True
+        self._newcomer_was_first = False
 
-    def split(self, budget: int, claims: Sequence[Claim]) -> list[Claim]:
+    def split(self, budget: int, claims: Sequence[Claim], *, for_others: int | None = None) -> list[Claim]:
         """Divide `budget` tokens: a claim for each request that gets some, late ones first, then share by share.
 
-        Late ones are served in the order of their arrival, whatever their shares. Where equal parts of all shares would
-        be less than a QUANTUM, only some get one. `was_served` has to be told what came of it.
+        Late ones are served in the order of their arrival, whatever their shares; the others get `for_others` tokens at
+        most. Where equal parts of all shares would be less than a QUANTUM, only some get one. `was_served` has to be
+        told what came of it.
         """
         self._forget_turns({_share(claim.request) for claim in claims})
         late = sorted((claim for claim in claims if claim.is_late), key=lambda claim: claim.request.arrival_time)
         others = [claim for claim in claims if not claim.is_late]
-        for_late = max(int(LATE_PART * budget), budget - sum(claim.tokens for claim in others))
+        for_others = budget if for_others is None else for_others
+        for_late = max(int(LATE_PART * budget), budget - min(for_others, sum(claim.tokens for claim in others)))
         given: list[Claim] = []
         for claim in late:
             given.append(Claim(claim.request, min(claim.tokens, for_late)))
             for_late -= given[-1].tokens
-        given += self._by_share(budget - sum(claim.tokens for claim in given), others)
+        left = budget - sum(claim.tokens for claim in given)
+        given += self._by_share(min(left, for_others), others)
         return [claim for claim in given if claim.tokens]
 
     def was_served(self, request: Request) -> None:
@@ -66,6 +69,8 @@ class FairShares:
 
     def _by_share(self, budget: int, claims: Sequence[Claim]) -> list[Claim]:
         """Divide `budget` into equal parts of the shares."""
+        if budget == 0:
+            return []
         shares: dict[Share, list[Claim]] = {}
         for claim in sorted(claims, key=lambda claim: -claim.urgency):
             shares.setdefault(_share(claim.request), []).append(claim)
@@ -81,16 +86,17 @@ class FairShares:
     def _whose_turn(self, budget: int, wanted: dict[Share, int]) -> dict[Share, int]:
         """The shares that get a part: as many as there are QUANTUMs, and more while those leave some tokens.
 
-        Those that were never served, in the order they come in `wanted`, and those that were, least recently first,
-        take turns: the former start soon however many run, the latter go on however many arrive.
+        Those that were never served, in the order they come in `wanted`, and those that were, least recently first, do
+        so by turns: the former start soon however many run, the latter go on however many arrive.
         """
         most = max(1, budget // QUANTUM)
         if len(wanted) <= most:
             return wanted
         new = [share for share in wanted if share not in self._last_turn]
         old = sorted(wanted.keys() - set(new), key=lambda share: self._last_turn[share])
-        order = _alternate(new, old) if self._newcomers_first else _alternate(old, new)
-        self._newcomers_first = not self._newcomers_first
+        order = _alternate(old, new) if self._newcomer_was_first else _alternate(new, old)
+        if new and old:
+            self._newcomer_was_first = not self._newcomer_was_first
         chosen: dict[Share, int] = {}
         while len(chosen) < len(wanted) and (len(chosen) < most or sum(chosen.values()) < budget):
             share = next(order)
