@@ -24,6 +24,7 @@ from longfill.config import EngineArgs
 from longfill.errors import ConfigError, LongfillError
 from longfill.kernels.cpu import available, selected_isa
 from longfill.kernels.cpu.indexer import SCREENED_ISAS
+from longfill.request import Logprob
 from tests.engine.small_tokenizers import gpt2
 from tests.native import needs_native
 from tests.oracle.harness import oracle, run, tokens
@@ -53,15 +54,21 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "num_gpu_blocks_override": {"num_gpu_blocks_override": POOL},
     "block_size": {"block_size": 8},
     "max_num_batched_tokens": {"max_num_batched_tokens": 7},
+    "long_prefill_token_threshold": {"long_prefill_token_threshold": 3},
+    "prefill_schedule_interval": {"prefill_schedule_interval": 2},
+    "async_scheduling": {"async_scheduling": True},
+    "split_mixed_batch": {"split_mixed_batch": True},
+    "speculative_config": {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2}},
     "digest": {"digest": True},
     "skip_tokenizer_init": {"skip_tokenizer_init": True},
     "tokenizer": {"tokenizer": "OTHER"},
 }
 PARAMS: dict[str, dict[str, Any]] = {
     "sampling": {"temperature": 1.0, "seed": 7},
-    "penalties": {"presence_penalty": 2.0, "frequency_penalty": 1.0, "repetition_penalty": 5.0},
+    "penalties": {"presence_penalty": -2.0, "frequency_penalty": -1.0, "repetition_penalty": 0.2},
     "logit_bias": {"logit_bias": {5: 3.0, 7: 3.5, 300: -100.0}},
     "min_tokens": {"min_tokens": MAX_TOKENS, "stop_token_ids": list(range(400))},
+    "prompt_logprobs": {"prompt_logprobs": 2},
     "n": {"n": 2},
     "stop": {"stop": ["a string that never comes"]},
 }
@@ -91,6 +98,8 @@ class Result:
     logits: list[list[Tensor]] = field(default_factory=list)
     siblings: list[list[list[Tensor]]] = field(default_factory=list)
     """The logits behind the other completions, with n > 1; the fields above are the first one's."""
+    prompts: list[list[dict[int, tuple[float, int]] | None] | None] = field(default_factory=list)
+    """By token of the prompt and token id: log-probability and rank, where they are asked for."""
     digests: list[str | None] = field(default_factory=list)
     cached: list[int] = field(default_factory=list)
     preemptions: int = 0
@@ -122,7 +131,7 @@ class Bench:
             fields = {k: v for k, v in fields.items() if not k.startswith("index")}
         sizes = {"num_hidden_layers": 2, "n_routed_experts": 4, "num_attention_heads": 2, "num_key_value_heads": 2}
         folder = self.root / f"{'-'.join(sorted(names)).replace(' ', '_')}_{topk}"
-        model = make_checkpoint(folder, **fields, **sizes, kv_lora_rank=128)
+        model = make_checkpoint(folder, **fields, **sizes, kv_lora_rank=128, mtp=1)
         gpt2().save(str(folder / "tokenizer.json"))
         return folder, model
 
@@ -139,15 +148,14 @@ class Bench:
     def _run(self, names: frozenset[str]) -> Result:
         llm, result = self.llm(names), Result()
         logits: dict[str, list[Tensor]] = {}
-        execute = llm.engine.worker.execute
+        append = llm.engine._append
 
-        def keep(*args: Any) -> Any:
-            step = execute(*args)
-            for request_id, rows in step.logits.items():
-                logits.setdefault(request_id, []).extend(rows.clone())
-            return step
+        def keep(live: Any, num_tokens: int, outcome: Any) -> None:
+            name = live.request.request_id
+            logits.setdefault(name, []).extend(row.clone() for row in outcome.logits[name][:num_tokens])
+            append(live, num_tokens, outcome)
 
-        llm.engine.worker.execute = keep  # type: ignore[method-assign]
+        llm.engine._append = keep  # type: ignore[method-assign]
         params = sampling(names)
         for batch in (PROMPTS, PROMPTS[:1]):
             for output in llm.generate([list(prompt) for prompt in batch], params):
@@ -157,6 +165,7 @@ class Bench:
                     ids = [f"{completion.index}_{output.request_id}" for completion in output.outputs]
                 result.logits.append(logits[ids[0]])
                 result.siblings.append([logits[sibling] for sibling in ids[1:]])
+                result.prompts.append(bare(output.prompt_logprobs))
                 result.digests.append(output.digest)
                 result.cached.append(output.num_cached_tokens)
         result.preemptions = llm.stats.preemptions
@@ -178,6 +187,15 @@ def sampling(names: frozenset[str]) -> SamplingParams:
     for name in names & frozenset(PARAMS):
         fields |= PARAMS[name]
     return SamplingParams(**fields)
+
+
+def bare(
+    prompt_logprobs: list[dict[int, Logprob] | None] | None,
+) -> list[dict[int, tuple[float, int]] | None] | None:
+    """Without the tokens' texts, which are not there without a tokenizer."""
+    if prompt_logprobs is None:
+        return None
+    return [entry and {token: (one.logprob, one.rank) for token, one in entry.items()} for entry in prompt_logprobs]
 
 
 def digest_of(completions: list[list[Tensor]]) -> str:
@@ -230,6 +248,8 @@ def test_every_allowed_pair_is_equal(bench: Bench, first: Feature, second: Featu
     assert got.token_ids == same.token_ids
     for rows, wanted in zip(got.logits, same.logits, strict=True):
         assert all(torch.equal(row, want) for row, want in zip(rows, wanted, strict=True))
+    assert got.prompts == bench.run(kept | (names & {"prompt_logprobs"})).prompts
+    assert all((entries is not None) == ("prompt_logprobs" in names) for entries in got.prompts)
     decides = kept - CHOOSING
     exact = bench.exact(frozenset(name for name in decides if BY_NAME[name].effect == "model"))
     allowed = sum(BY_NAME[name].tolerance for name in decides)

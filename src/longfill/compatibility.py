@@ -166,6 +166,10 @@ FEATURES: tuple[Feature, ...] = (
     _changed("skip_tokenizer_init", "none"),
     _changed("tokenizer", "none"),
     Feature("stop", "stop strings", "stop", "none", lambda s: s.params is not None and bool(s.params.stop_strings)),
+    Feature(
+        "prompt_logprobs", "prompt_logprobs", "prompt_logprobs", "none",
+        lambda s: s.params is not None and s.params.prompt_logprobs is not None,
+    ),
     Feature("n", "n above 1", "n", "none", lambda s: s.params is not None and s.params.n > 1),
 )  # fmt: skip
 """Every feature of today. `attention_path` auto is paged; `kernel_backend` auto is cpu where that can be had."""

@@ -29,12 +29,12 @@ class SamplingParams:
 
     `temperature` 0 is greedy (ties to the lower token id). `top_k` 0 or -1 means all tokens. `logprobs=n` returns the
     chosen token's log-probability and those of the n most likely ones; `prompt_logprobs=n` the same for each token of
-    the prompt. `max_tokens=None` runs to the model's limit. Before `min_tokens` are there, no eos token (even with
-    `ignore_eos`) and none of `stop_token_ids` is chosen, and no stop string ends the text. `presence_penalty` and
-    `frequency_penalty` are subtracted from the logits of tokens in the output, once and for each time;
-    `repetition_penalty` divides positive logits of tokens in prompt or output, and multiplies negative ones.
-    `logit_bias` is added, by token id. `n` completions are drawn from seeds one apart; greedy ones would be equal, so
-    they are refused.
+    the prompt, which is then computed without the prefix cache and with the head for every row. `max_tokens=None` runs
+    to the model's limit. Before `min_tokens` are there, no eos token (even with `ignore_eos`) and none of
+    `stop_token_ids` is chosen, and no stop string ends the text. `presence_penalty` and `frequency_penalty` are
+    subtracted from the logits of tokens in the output, once and for each time; `repetition_penalty` divides positive
+    logits of tokens in prompt or output, and multiplies negative ones. `logit_bias` is added, by token id. `n`
+    completions are drawn from seeds one apart; greedy ones would be equal, so they are refused.
     """
 
     n: int = 1
@@ -274,7 +274,7 @@ def _token_array(request_id: str, token_ids: Sequence[int] | TokenIds) -> TokenI
     return given.astype(np.int64, copy=True)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Logprob:
     """Log-probability of a token before temperature, and its rank (1 = most likely)."""
 
@@ -318,6 +318,9 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     num_cached_tokens: int = 0
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    """One entry for each token of the prompt, once all are there and if they were asked for: None for the first one,
+    then by token id what the model says after the tokens before: the token itself first, then the n most likely."""
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
     digest: str | None = None
     """SHA-256 (hex) over the sampled rows' fp32 logits in order, when the engine runs with `digest=True`; with n > 1,

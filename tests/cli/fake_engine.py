@@ -107,6 +107,9 @@ class FakeLLM:
         logprobs = None
         if self.params is not None and self.params.logprobs is not None:
             logprobs = [{7: Logprob(-0.1 + self.logprob_shift, 1, "x"), 8: Logprob(float("-inf"), 2)}] * made
+        prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+        if self.params is not None and self.params.prompt_logprobs is not None:
+            prompt_logprobs = [None, *[{int(token): Logprob(-3.0, 9, "p"), 7: Logprob(-0.5, 1)} for token in ids[1:]]]
         count = 1 if self.params is None else self.params.n
         completions = [
             CompletionOutput(index, text, [7] * made, finish, logprobs=logprobs)
@@ -122,6 +125,7 @@ class FakeLLM:
             outputs=completions,
             finished=True,
             num_cached_tokens=2,
+            prompt_logprobs=prompt_logprobs,
             metrics=RequestMetrics(arrival_time=1.0, first_token_time=1.5, finished_time=2.0, steps=3),
             digest="ab" * 32 if self.args.digest else None,
         )

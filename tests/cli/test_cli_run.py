@@ -63,11 +63,13 @@ def test_logprobs_come_in_json_most_likely_first_and_minus_infinity_as_null(long
 
 
 def test_sampling_flags_reach_the_engine(longfill, engines):
-    numbers = ["--max-tokens=5", "--temperature=0.5", "--top-p=0.9", "--top-k=3", "--min-p=0.1", "--logprobs=2"]
-    assert longfill("run", "--prompt=x", *numbers, "--ignore-eos", "--stop=a", "--stop=b c").code == 0
+    numbers = ["--max-tokens=5", "--temperature=0.5", "--top-p=0.9", "--top-k=3", "--min-p=0.1"]
+    counts = ["--logprobs=2", "--prompt-logprobs=3"]
+    assert longfill("run", "--prompt=x", *numbers, *counts, "--ignore-eos", "--stop=a", "--stop=b c").code == 0
     assert engines.last.params == SamplingParams(
-        max_tokens=5, temperature=0.5, top_p=0.9, top_k=3, min_p=0.1, logprobs=2, ignore_eos=True, stop=["a", "b c"]
-    )
+        max_tokens=5, temperature=0.5, top_p=0.9, top_k=3, min_p=0.1, logprobs=2, prompt_logprobs=3, ignore_eos=True,
+        stop=["a", "b c"],
+    )  # fmt: skip
 
 
 def test_flags_that_change_logits_reach_the_engine(longfill, engines):
@@ -99,6 +101,19 @@ def test_sampling_flags_out_of_range_are_refused_before_the_model_is_loaded(long
     assert (ran.code, ran.out) == (2, "")
     assert named in ran.err
     assert engines.made == []
+
+
+@pytest.mark.usefixtures("engines")
+def test_prompt_logprobs_come_in_json_with_the_prompts_token_first(longfill):
+    values = json.loads(longfill("run", "--prompt", "x", "--prompt-logprobs", "1", "--json").out)
+    assert values.keys() == RUN_KEYS | {"prompt_logprobs"}
+    assert values["prompt_logprobs"] == [
+        None,
+        [
+            {"token_id": 2 + ord("x"), "logprob": -3.0, "rank": 9, "token": "p"},
+            {"token_id": 7, "logprob": -0.5, "rank": 1, "token": None},
+        ],
+    ]
 
 
 @pytest.mark.usefixtures("engines")

@@ -233,3 +233,28 @@ def test_cost_of_a_token_does_not_grow_with_the_text(kind):
     seconds(20000)
     late = min(seconds(500) for _ in range(3))
     assert late < 3 * early
+
+
+class TestMinTokens:
+    """A stop string counts from the token behind the first `min_tokens` on, as in vLLM."""
+
+    @pytest.mark.parametrize(("min_tokens", "want"), [(0, "a"), (1, "a"), (2, "abxa"), (4, "abxa"), (5, "abxabx")])
+    def test_one_that_ends_before_is_text(self, min_tokens, want):
+        ids = ids_of("gpt2", *"abxabx")
+        _, text, hit, taken = run("gpt2", ids, stop=["b"], min_tokens=min_tokens)
+        assert text == want
+        assert (hit, taken) == ((StopHit("b"), len(want) + 1) if len(want) < 6 else (None, 6))
+
+    def test_one_that_begins_before_and_ends_behind_counts(self):
+        seen, text, hit, taken = run("gpt2", ids_of("gpt2", *"xabc"), stop=["abc"], min_tokens=3)
+        assert (seen, text, hit, taken) == (["x", "x", "x", "x"], "x", StopHit("abc"), 4)
+
+    def test_a_short_one_that_ended_before_is_not_found_later_beside_a_long_one(self):
+        _, text, hit, _ = run("gpt2", ids_of("gpt2", *"abcd"), stop=["b", "abcdef"], min_tokens=2)
+        assert (text, hit) == ("abcd", None)
+
+    @pytest.mark.parametrize("kind", FALLBACK_KINDS)
+    def test_what_waits_for_the_end_counts_only_behind(self, kind):
+        for min_tokens, want in ((0, ("", StopHit("a"))), (1, ("a", None))):
+            _, text, hit, _ = run(kind, fallback(kind, b"a"), stop=["a"], min_tokens=min_tokens)
+            assert (text, hit) == want

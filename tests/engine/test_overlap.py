@@ -176,7 +176,16 @@ def test_the_same_draws_at_a_temperature(folder: Path, depth: int, drafts: int) 
     results = []
     for args in [{}, {"depth": depth, "drafts": drafts}]:
         core = start(folder, **args)
-        add_crowd(core, temperature=0.7, top_p=0.9, seed=5, frequency_penalty=0.5, repetition_penalty=1.2, min_tokens=2)
+        add_crowd(
+            core,
+            temperature=0.7,
+            top_p=0.9,
+            seed=5,
+            max_tokens=12,
+            frequency_penalty=0.5,
+            repetition_penalty=1.2,
+            min_tokens=2,
+        )
         results.append(drive(core))
     assert results[0] == results[1]
 

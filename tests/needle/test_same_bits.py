@@ -10,10 +10,20 @@ import torch
 
 from longfill import LLM, SamplingParams
 from longfill.cli.needle_task import ANSWER_PARAMS, prompt_for, text_with_facts
+from longfill.request import RequestOutput
 
 CONTEXT = 700
 """Tokens: eleven pages, eleven times index_topk."""
 BUDGETS = (1, 7, 64, 1000, 4096, 16384)
+
+MTP = {"method": "mtp", "num_speculative_tokens": 3}
+MODES: dict[str, dict[str, Any]] = {
+    "overlap": {"async_scheduling": True},
+    "drafts": {"speculative_config": MTP},
+    "both": {"async_scheduling": True, "max_concurrent_batches": 3, "speculative_config": MTP},
+    "both, split": {"async_scheduling": True, "speculative_config": MTP, "split_mixed_batch": True},
+    "fair": {"prefill_policy": "fair", "speculative_config": MTP},
+}
 
 Result = tuple[list[int], str]
 
@@ -54,6 +64,35 @@ def test_det_01_every_step_budget(prompt: list[int], want: Result, budget: int) 
     llm = start(max_num_batched_tokens=budget)
     assert results(llm, [prompt]) == [want]
     assert llm.stats.steps >= len(prompt) // budget
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("budget", BUDGETS[1:])
+def test_det_01_with_steps_in_flight_and_drafts(prompt: list[int], want: Result, budget: int, mode: str) -> None:
+    llm = start(max_num_batched_tokens=budget, **MODES[mode])
+    assert results(llm, [prompt] * 3) == [want] * 3
+    if "speculative_config" in MODES[mode]:
+        assert llm.stats.spec.num_accepted_tokens > 0
+
+
+@pytest.mark.parametrize("mode", ["overlap", "both"])
+def test_a_preemption_at_every_step_with_steps_in_flight(prompt: list[int], want: Result, mode: str) -> None:
+    llm = start(max_num_batched_tokens=100, **MODES[mode])
+    assert results(llm, [prompt]) == [want]
+    steps, preempted = llm.stats.steps, 0
+    for at in range(1, steps):
+        llm.engine.cache.reset_prefix_cache()
+        llm.engine.add_request("a", prompt, ANSWER_PARAMS)
+        finished: list[RequestOutput] = []
+        for step in range(1, 100):
+            finished += [output for output in llm.engine.step() if output.finished]
+            if step == at and llm.engine.scheduler.running:
+                llm.engine.scheduler.preempt("a")
+            if not llm.engine.has_unfinished_requests:
+                break
+        assert [(out.outputs[0].token_ids, out.digest) for out in finished] == [want]
+        preempted += finished[0].metrics.num_preemptions
+    assert preempted > steps // 2
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])

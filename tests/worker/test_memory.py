@@ -29,6 +29,7 @@ from longfill.models.config import ModelConfig
 from longfill.partition import LONG_MODEL_LEN, StepPlan, StepRequest
 from longfill.worker import memory
 from longfill.worker.memory import MemoryPlan, plan_memory
+from longfill.worker.prompt_logprobs import PromptInput
 from longfill.worker.sampler import SampleInput
 from longfill.worker.worker import record_layout
 
@@ -67,8 +68,13 @@ def dense_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def step_of(llm: LLM, parts: list[tuple[int, int]], logprobs: int | None = None) -> tuple[StepPlan, list[SampleInput]]:
-    """One step of requests (tokens cached, tokens in this step) that share their pages, all sampling."""
+def step_of(
+    llm: LLM, parts: list[tuple[int, int]], logprobs: int | None = None
+) -> tuple[StepPlan, list[SampleInput], list[PromptInput]]:
+    """One step of requests (tokens cached, tokens in this step) that share their pages, all sampling.
+
+    With `logprobs` each wants those of its outputs and of all that stands behind its rows.
+    """
     worker = llm.engine.worker
     params = SamplingParams(temperature=0.7, top_p=0.9, seed=1, logprobs=logprobs)
     page_size = worker.layout.page_size
@@ -77,13 +83,15 @@ def step_of(llm: LLM, parts: list[tuple[int, int]], logprobs: int | None = None)
         pages = np.arange(1, 1 - (-(start + count) // page_size), dtype=np.int64)
         requests.append(StepRequest(str(i), start, count, pages, np.full(count, 5 + i, dtype=np.int64), True))
     plan = worker.plan(requests)
-    return plan, [SampleInput(r.request_id, params, 1, 0) for r in plan.requests]
+    inputs = [SampleInput(r.request_id, params, 1, 0) for r in plan.requests]
+    prompts = [PromptInput(r.request_id, r.start + 1, r.token_ids, logprobs or 0) for r in plan.requests]
+    return plan, inputs, prompts if logprobs is not None else []
 
 
 def run_step(llm: LLM, parts: list[tuple[int, int]], logprobs: int | None = None) -> Allocations:
     """Run such a step and count."""
-    plan, inputs = step_of(llm, parts, logprobs)
-    return count_allocations(lambda: llm.engine.worker.execute(plan, inputs))
+    step = step_of(llm, parts, logprobs)
+    return count_allocations(lambda: llm.engine.worker.execute(*step))
 
 
 def started(folder: Path, max_model_len: int, **args: Any) -> LLM:

@@ -19,6 +19,7 @@ from longfill.worker.sampler import (
     LogitsError,
     SampleInput,
     candidates,
+    logprobs_of,
     request_seed,
     sample,
     uniform,
@@ -399,6 +400,17 @@ class TestLogprobs:
         assert result.logprobs is not None
         assert result.logprobs[1].logprob == -INF
         assert sum(math.exp(lp.logprob) for lp in result.logprobs.values()) == pytest.approx(1)
+
+    def test_given_tokens_have_what_sampled_ones_have(self):
+        values = torch.randn(12, 997, generator=torch.Generator().manual_seed(5)) * 3
+        values[4] = torch.nan
+        rows = [i for i in range(12) if i != 4]
+        got = sample(values[rows], [row(i, logprobs=i) for i in rows])
+        tokens = dict(zip(rows, (each.token_id for each in got), strict=True))
+        entries = logprobs_of(values, [(tokens.get(i, 0), i) for i in range(12)])
+        assert entries.pop(4) is None
+        assert entries == [each.logprobs for each in got]
+        assert [list(entry or ()) for entry in entries] == [list(each.logprobs or ()) for each in got]
 
     def test_asking_for_logprobs_does_not_change_the_token(self):
         values = torch.randn(30, 100, generator=torch.Generator().manual_seed(4))

@@ -53,7 +53,7 @@ def kernels(
     """Measure the machine's ceilings, then each kernel against the one that binds it, and against torch."""
     counts = _counts("--threads", threads) if threads else sorted({1, default_threads()})
     chosen = _isa(isa)
-    _check_plot(plot)
+    check_plot(plot)
 
     from longfill.bench.ceilings import Machine
     from longfill.bench.kernels import choose_cases, run_cases
@@ -112,7 +112,7 @@ def prefill(
     as_json: JsonFlag = False,
 ) -> int:
     """Prefill the same random prompts with longfill and with other engines, each in a fresh process."""
-    _check_plot(plot)
+    check_plot(plot)
     measured = _counts("--lengths", lengths)
 
     from longfill.bench.machine import describe_machine
@@ -188,7 +188,8 @@ def _isa(name: str | None) -> str:
     return name or selected_isa()
 
 
-def _check_plot(plot: Path | None) -> None:
+def check_plot(plot: Path | None) -> None:
+    """Raises ConfigError for a picture that could not be drawn, before anything is computed for it."""
     if plot is None:
         return
     from longfill.bench.plots import require_matplotlib
@@ -274,7 +275,7 @@ def _finish(values: dict[str, Any], plot: Path | None, as_json: bool) -> None:
 def _draw(values: Mapping[str, Any], plot: Path | None) -> None:
     if plot is None:
         return
-    _check_plot(plot)
+    check_plot(plot)
     from longfill.bench.prefill_plot import draw_prefill
     from longfill.bench.roofline import draw_roofline
 

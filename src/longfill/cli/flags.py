@@ -1,7 +1,7 @@
 """Engine flags, made from the fields of `EngineArgs`, so that a knob exists once.
 
 Imports config and errors of the house, and typer. Invariant: every field of `EngineArgs` is a flag of every command
-that runs a model, and the command gets one validated `EngineArgs`.
+that runs a model, and a command gets one validated `EngineArgs`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import typer
@@ -33,26 +33,33 @@ _MODEL = inspect.Parameter(
 )
 
 
-def engine_flags(*, positional_model: bool = True, **helps: str) -> Callable[[Callable[..., int]], Callable[..., int]]:
+KNOBS = tuple(f.name for f in dataclasses.fields(EngineArgs))
+
+
+def engine_flags(
+    *, positional_model: bool = True, only: Collection[str] = KNOBS, **helps: str
+) -> Callable[[Callable[..., int]], Callable[..., int]]:
     """Decorator: adds one flag per engine knob to a command and hands it the validated object as `engine`.
 
-    With `positional_model` the model may also be given as `COMMAND MODEL`; both spellings at once must agree. `helps`
-    replaces the help text of the knobs named, where a command gives a knob a wider meaning.
+    With `positional_model` the model may also be given as `COMMAND MODEL`; both spellings at once must agree. A command
+    that runs no model names the knobs that mean something to it with `only`. `helps` replaces the help text of the
+    knobs named, where a command gives a knob a wider meaning.
     """
 
     def decorate(command: Callable[..., int]) -> Callable[..., int]:
         parameters = [
             *([_MODEL] if positional_model else []),
             *_own_parameters(command),
-            *_knob_parameters(helps),
+            *_knob_parameters(only, helps),
         ]
 
         def wrapper(**values: Any) -> int:
-            knobs = {f.name: values.pop(f.name) for f in dataclasses.fields(EngineArgs)}
+            knobs = {name: values.pop(name) for name in only}
             if positional_model:
                 knobs["model"] = _merge_models(values.pop(_MODEL.name), knobs["model"])
             for knob, example in _JSON.items():
-                knobs[knob] = _json_object(knob, knobs[knob], example)
+                if knob in knobs:
+                    knobs[knob] = _json_object(knob, knobs[knob], example)
             return command(engine=EngineArgs(**knobs), **values)
 
         wrapper.__name__ = command.__name__
@@ -74,10 +81,20 @@ def _own_parameters(command: Callable[..., int]) -> list[inspect.Parameter]:
     ]
 
 
-def _knob_parameters(helps: Mapping[str, str]) -> list[inspect.Parameter]:
+def knob_value(knob: str, text: str) -> Any:
+    """What a knob's flag would make of `text`; raises ConfigError. On and off are words here."""
+    kind = _flag_type(get_type_hints(EngineArgs)[knob])
+    try:
+        return {"on": True, "off": False}[text] if kind is bool else kind(text)
+    except (KeyError, ValueError):
+        expected = {bool: "on or off", int: "an integer", float: "a number"}[kind]
+        raise ConfigError(f"{flag_name(knob)}: expected {expected}, got {text!r}") from None
+
+
+def _knob_parameters(only: Collection[str], helps: Mapping[str, str]) -> list[inspect.Parameter]:
     hints = get_type_hints(EngineArgs)
     parameters = []
-    for knob in dataclasses.fields(EngineArgs):
+    for knob in (f for f in dataclasses.fields(EngineArgs) if f.name in only):
         kind = _flag_type(hints[knob.name])
         flag = flag_name(knob.name)
         option = typer.Option(

@@ -58,6 +58,9 @@ def run(
     logprobs: Annotated[
         int | None, typer.Option(help="Log-probabilities of this many tokens (with --json)", rich_help_panel=PANEL)
     ] = None,
+    prompt_logprobs: Annotated[
+        int | None, typer.Option(help="The same for every token of the prompt (with --json)", rich_help_panel=PANEL)
+    ] = None,
     as_json: JsonFlag = False,
 ) -> int:
     """Run one prompt and print its completions."""
@@ -76,6 +79,7 @@ def run(
         stop=stop or None,
         ignore_eos=ignore_eos,
         logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
     )
     text = read_prompt(prompt, prompt_file)
     llm = open_engine(engine)

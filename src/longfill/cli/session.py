@@ -121,6 +121,11 @@ def report(llm: LLM, output: RequestOutput) -> dict[str, Any]:
     }
     if completion.logprobs is not None:
         values["logprobs"] = [logprobs_report(step) for step in completion.logprobs]
+    if output.prompt_logprobs is not None:
+        values["prompt_logprobs"] = [
+            None if entry is None else [logprob_report(*item) for item in entry.items()]
+            for entry in output.prompt_logprobs
+        ]
     return values
 
 
@@ -175,7 +180,9 @@ def memory_report(plan: MemoryPlan) -> dict[str, Any]:
 def logprobs_report(step: dict[int, Logprob]) -> list[dict[str, Any]]:
     """One token's log-probabilities, most likely first."""
     ranked = sorted(step.items(), key=lambda item: item[1].rank)
-    return [
-        {"token_id": int(token), "logprob": entry.logprob, "rank": entry.rank, "token": entry.decoded_token}
-        for token, entry in ranked
-    ]
+    return [logprob_report(token, entry) for token, entry in ranked]
+
+
+def logprob_report(token: int, entry: Logprob) -> dict[str, Any]:
+    """One token's log-probability."""
+    return {"token_id": int(token), "logprob": entry.logprob, "rank": entry.rank, "token": entry.decoded_token}

@@ -17,6 +17,7 @@ from longfill.engine.stats import SpecDecodingStats
 from longfill.kernels.interface import ScreenCounts
 from longfill.partition import StepPlan, StepRequest
 from longfill.scheduler import Schedule, Scheduler
+from longfill.worker.prompt_logprobs import PromptLogprobs
 from longfill.worker.sampler import SampledToken
 from longfill.worker.worker import StepResult, Worker
 
@@ -46,6 +47,11 @@ class StepOutcome:
     @property
     def failed(self) -> dict[str, str]:
         return {name: why for result in self.results for name, why in result.failed.items()}
+
+    @property
+    def prompt_logprobs(self) -> dict[str, PromptLogprobs]:
+        """Request id -> log-probabilities of the prompt tokens that its rows say something of, where wanted."""
+        return {name: found for result in self.results for name, found in result.prompt_logprobs.items()}
 
     @property
     def screen(self) -> ScreenCounts:
@@ -113,7 +119,8 @@ class StepComputer:
         inputs = [
             live[r.request_id].sample_input(r.start + r.query_len - r.num_drafts) for r in plan.requests if r.samples
         ]
-        return self._worker.execute(plan, inputs)
+        prompts = [live[r.request_id].prompt_input(r.start, r.seq_len) for r in plan.requests]
+        return self._worker.execute(plan, inputs, [given for given in prompts if given is not None])
 
     def _is_current(self, request_id: str, admission: int) -> bool:
         return self._scheduler.admission(request_id) == admission

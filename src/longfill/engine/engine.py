@@ -158,6 +158,7 @@ class LLMEngine:
             raise
         waited = time.perf_counter()
         schedule, outcome = computed.schedule, computed.result
+        self._append_prompt_logprobs(computed)
         advanced = self.scheduler.update(
             schedule, outcome.token_ids, outcome.failed, seconds=computed.ended - computed.began
         )
@@ -169,6 +170,14 @@ class LLMEngine:
         outputs = [self._deliver(advance, outcome) for advance in advanced]
         self._record(computed, progress, waited)
         return outputs
+
+    def _append_prompt_logprobs(self, computed: Computed[StepOutcome]) -> None:
+        """Hand over what a step says of prompts, to those requests that still run as they did when it was scheduled."""
+        found = computed.result.prompt_logprobs
+        for scheduled in computed.schedule.requests:
+            name = scheduled.request_id
+            if name in found and self.scheduler.admission(name) == scheduled.admission:
+                self._live[name].append_prompt_logprobs(found[name])
 
     def close(self) -> None:
         """End the worker's thread; the engine takes no further step."""

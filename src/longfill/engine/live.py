@@ -17,6 +17,7 @@ from longfill.engine.detokenizer import Detokenizer
 from longfill.engine.tokenizer import Tokenizer
 from longfill.request import CompletionOutput, FinishReason, Logprob, Request, RequestMetrics, RequestOutput
 from longfill.worker.history import TokenHistory
+from longfill.worker.prompt_logprobs import PromptInput, PromptLogprobs
 from longfill.worker.sampler import SampledToken, SampleInput
 
 
@@ -47,6 +48,11 @@ class LiveRequest:
         self._digest = hashlib.sha256() if digest else None
         self._logprobs: list[dict[int, Logprob]] | None = None if request.params.logprobs is None else []
         self._cumulative_logprob = 0.0
+        wants_prompt = request.params.prompt_logprobs is not None
+        self._prompt_logprobs: list[dict[int, Logprob] | None] | None = [None] if wants_prompt else None
+        """So far; no token stands before the first one."""
+        self._texts: dict[int, str] = {}
+        """Of single tokens, by id: a prompt's log-probabilities name few tokens many times."""
         self._metrics = RequestMetrics(arrival_time=request.arrival_time)
 
     def sample_input(self, position: int) -> SampleInput:
@@ -63,6 +69,34 @@ class LiveRequest:
             self._stop_token_ids,
             self._history,
         )
+
+    def prompt_input(self, start: int, end: int) -> PromptInput | None:
+        """What to say of the prompt's tokens behind the rows at positions [start, end); None if nothing is wanted.
+
+        Places that are booked are left out, as after a preemption. With steps in flight some that are about to be may
+        be computed again: their values are the same.
+        """
+        wanted, request = self.request.params.prompt_logprobs, self.request
+        if wanted is None or self._prompt_logprobs is None:
+            return None
+        first = max(start + 1, len(self._prompt_logprobs))
+        token_ids = request.token_ids[first : min(end + 1, request.num_prompt_tokens)]
+        return PromptInput(request.request_id, first, token_ids, wanted) if token_ids.size else None
+
+    def append_prompt_logprobs(self, found: PromptLogprobs) -> None:
+        """Take what a step says of the prompt's tokens; places that it has already are passed over.
+
+        Raises ValueError for a place behind one that is missing, which is a mistake in the engine.
+        """
+        assert self._prompt_logprobs is not None
+        for place, entry in found.items():
+            if place > len(self._prompt_logprobs):
+                raise ValueError(
+                    f"request {self.request.request_id}: log-probabilities of prompt token {place} came before those "
+                    f"of {len(self._prompt_logprobs)}"
+                )
+            if place == len(self._prompt_logprobs):
+                self._prompt_logprobs.append({k: self._decoded(k, v) for k, v in entry.items()})
 
     def scheduled(self) -> None:
         """Count a step that computes some of its tokens."""
@@ -107,6 +141,7 @@ class LiveRequest:
             request_id=request.request_id,
             prompt=self._prompt,
             prompt_token_ids=request.token_ids[: request.num_prompt_tokens],
+            prompt_logprobs=self._prompt_logprobs if self._has_whole_prompt else None,
             outputs=[completion],
             finished=request.is_finished,
             num_cached_tokens=request.num_cached_tokens,
@@ -114,7 +149,14 @@ class LiveRequest:
             digest=None if self._digest is None else self._digest.hexdigest(),
         )
 
+    @property
+    def _has_whole_prompt(self) -> bool:
+        """Whether each token of the prompt has its log-probabilities."""
+        return self._prompt_logprobs is not None and len(self._prompt_logprobs) == self.request.num_prompt_tokens
+
     def _decoded(self, token_id: int, logprob: Logprob) -> Logprob:
         if self._tokenizer is None:
             return logprob
-        return Logprob(logprob.logprob, logprob.rank, self._tokenizer.decode([token_id], skip_special_tokens=False))
+        if token_id not in self._texts:
+            self._texts[token_id] = self._tokenizer.decode([token_id], skip_special_tokens=False)
+        return Logprob(logprob.logprob, logprob.rank, self._texts[token_id])

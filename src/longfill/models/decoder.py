@@ -74,7 +74,11 @@ class Decoder:
     def logits(self, hidden_SC: Tensor) -> Tensor:
         """fp32 [S, vocabulary] of rows that `forward` gave."""
         with self._timed("head"):
-            return self.backend.linear(hidden_SC, self.weights.lm_head).float()
+            return self.head(hidden_SC)
+
+    def head(self, hidden_SC: Tensor) -> Tensor:
+        """The same, counted in no stage."""
+        return self.backend.linear(hidden_SC, self.weights.lm_head).float()
 
     def run_layers(self, first: int, layers: Sequence[LayerWeights], hidden_TC: Tensor, rows: StepRows) -> None:
         """Take the residual stream `hidden_TC` of a step's rows, in place, through layers `first`, `first` + 1..."""

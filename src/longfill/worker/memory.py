@@ -32,6 +32,8 @@ BLOCK_BYTES = 128 * 2**20
 """Bytes of queries, their latent form and outputs that a layer's rows hold at once; a step of more rows is cut."""
 MIN_BLOCK_ROWS = 128
 """Rows below which the matrix products of a block would no longer be worth reading their weights."""
+PROMPT_LOGITS_ROWS = 64
+"""Rows of logits at least that prompt_logprobs may take at once: enough to share one reading of the head's weights."""
 PROCESS_FLOOR = 320 * 2**20
 PROCESS_GROWTH = 64 * 2**20
 PAGE_BOOKKEEPING = 512
@@ -174,9 +176,8 @@ def _fixed_rows(
 ) -> list[MemoryRow]:  # fmt: skip
     sizes = _workspace_sizes(args, config, layout, kernels, max_model_len)
     tokens, drafts = args.max_num_batched_tokens, args.num_speculative_tokens
-    padding = 0 if kernels.native else MIN_ROWS
-    guessing = max(args.max_num_seqs, padding)
-    sampled = max(args.max_num_seqs, min(args.max_num_seqs * (1 + drafts), tokens), padding)
+    guessing = max(args.max_num_seqs, 0 if kernels.native else MIN_ROWS)
+    sampled = logits_rows(args, kernels)
     tile_bytes = attention_tile_bytes(sizes.topk, config.kv_lora_rank + config.qk_rope_head_dim)
     block = block_rows(args, config, kernels)
     activations = tokens * _step_row_bytes(config, kernels) + block * _block_row_bytes(config, kernels)
@@ -185,7 +186,10 @@ def _fixed_rows(
         MemoryRow("weights", weight_bytes, "packed for the kernels" if kernels.native else "memory-mapped"),
         MemoryRow("prompt ids", 32 * max_model_len, "text, token ids and page tables of one longest request"),
         MemoryRow("activations", activations, f"{tokens:,} rows of one step, at most {block:,} in a layer's middle"),
-        MemoryRow("logits", 3 * 4 * sampled * config.vocab_size, f"{sampled} sampled rows, fp32"),
+        # Those of a step that waits to be booked stay beside the ones in work.
+        MemoryRow(
+            "logits", (2 + args.steps_in_flight) * 4 * sampled * config.vocab_size, f"{sampled} rows of a step, fp32"
+        ),
     ]
     if not kernels.native:
         rows.append(MemoryRow("attention tiles", TILE_COPIES * tile_bytes, "gathered rows and scores"))
@@ -277,6 +281,13 @@ def block_rows(args: EngineArgs, config: ModelConfig, kernels: KernelChoice) -> 
     if kernels.use_workspace:
         return args.max_num_batched_tokens
     return min(args.max_num_batched_tokens, max(MIN_BLOCK_ROWS, BLOCK_BYTES // _block_row_bytes(config, kernels)))
+
+
+def logits_rows(args: EngineArgs, kernels: KernelChoice) -> int:
+    """Rows whose logits a step holds at once: all that it samples from, or as many of a prompt's."""
+    tokens = args.max_num_batched_tokens
+    sampled = max(args.max_num_seqs, min(args.max_num_seqs * (1 + args.num_speculative_tokens), tokens))
+    return max(sampled, min(PROMPT_LOGITS_ROWS, tokens), 0 if kernels.native else MIN_ROWS)
 
 
 def _element_bytes(config: ModelConfig) -> int:

@@ -68,10 +68,11 @@ class LogitsError(RequestError):
         super().__init__("; ".join(f"request {', '.join(ids)}: {why}" for why, ids in ids_of.items()))
 
 
-_NOT_NUMBERS = (
+NOT_NUMBERS = (
     "the model's logits contain NaN or +inf, or are -inf for every token; check the weights (a damaged or wrongly "
     "scaled tensor), or try --dtype float32"
 )
+"""Why a row gives no token and no log-probability."""
 _NOTHING_LEFT = (
     "min_tokens and repetition_penalty leave none of the tokens that the model allows; lower min_tokens, or bring "
     "repetition_penalty closer to 1"
@@ -145,6 +146,18 @@ def verify(logits_RV: Tensor, row: SampleInput, drafts: Sequence[int]) -> tuple[
     return tuple(tokens)
 
 
+def logprobs_of(logits_RV: Tensor, wanted: Sequence[tuple[int, int]]) -> list[dict[int, Logprob] | None]:
+    """Log-probabilities of given tokens: for each row (token id, how many of the likeliest tokens beside it).
+
+    `logits_RV` is float32 [R, V]. The values, their order and their ranks are those that a row would give with the
+    token it samples. None for a row that allows no token.
+    """
+    return [
+        None if best is None else _logprobs(_host(logits_V), token, count)
+        for logits_V, best, (token, count) in zip(logits_RV, _best(logits_RV, len(wanted)), wanted, strict=True)
+    ]
+
+
 def draft_token(logits_V: Tensor, params: SamplingParams, seed: int, output_index: int) -> int:
     """A guess at output `output_index` of a request, from a draft model's logits [V] of any float dtype.
 
@@ -179,12 +192,11 @@ def _draw(logits_V: Tensor, best: int | None, row: SampleInput, output_index: in
     if row.history is not None:
         row.history.truncate(output_index)
     if best is None:
-        return _NOT_NUMBERS
+        return NOT_NUMBERS
     changed = changes_logits(row.params, output_index)
     token = SampledToken(best)
     if changed or row.params.temperature > 0 or row.params.logprobs is not None:
-        # float64 on the host for one row at a time: the same arithmetic on every device, and no [S, V] copy.
-        raw = logits_V.detach().cpu().numpy().astype(np.float64)
+        raw = _host(logits_V)
         values = raw
         if changed:
             values = adjusted(raw, row.params, output_index, stop_token_ids=row.stop_token_ids, history=row.history)
@@ -196,6 +208,11 @@ def _draw(logits_V: Tensor, best: int | None, row: SampleInput, output_index: in
     if row.history is not None:
         row.history.append(token.token_id)
     return token
+
+
+def _host(logits_V: Tensor) -> Weights:
+    """float64 on the host, one row at a time: the same arithmetic on every device, and no [S, V] copy."""
+    return logits_V.detach().cpu().numpy().astype(np.float64)
 
 
 def _choose(logits_V: Weights, params: SamplingParams, seed: int, output_index: int) -> int:

@@ -33,14 +33,16 @@ from longfill.worker.memory import (
     MemoryPlan,
     block_rows,
     context_workspace_rows,
+    logits_rows,
     max_logits_bytes,
     plan_memory,
     process_reserve,
 )
 from longfill.worker.pool import allocate_pool, latent_scales, layer_caches
+from longfill.worker.prompt_logprobs import PromptInput, PromptLogprobs, prompt_logprobs
 from longfill.worker.sampler import SampledToken, SampleInput
 from longfill.worker.speculate import Drafter, Sampled, check_draft_layer, verify_step
-from longfill.worker.tails import Scheduled, Tails
+from longfill.worker.tails import Tails
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +64,8 @@ class StepResult:
     """What the indexer's screen did in the model's own layers."""
     failed: dict[str, str]
     """Request id -> why, for rows whose logits allow no token."""
+    prompt_logprobs: dict[str, PromptLogprobs]
+    """Of each request that wants them and has rows before tokens of its prompt in this step: those tokens'."""
 
 
 class Worker:
@@ -93,6 +97,7 @@ class Worker:
         logger.info("kernels: %s", "; ".join(f"{operation}: {path}" for operation, path in self.kernels.paths.items()))
         workspace = Workspace(self.memory.workspace)
         weights = load_model(folder, config, dtype, backend, mtp=mtp)
+        self._logits_rows = logits_rows(args, self.kernels)
         self._workspace_rows = context_workspace_rows(args, self.memory.max_model_len)
         self.pool = allocate_pool(self.layout, NumPages(self.memory.num_pages))
         rope_gain = inverse_frequencies(config.rope)[1]
@@ -102,19 +107,13 @@ class Worker:
             config, weights, caches, backend, attend, block_rows=block_rows(args, config, self.kernels)
         )
         self.tails = Tails()
+        """What `execute` leaves for the next steps' `resolve`, which must come after all steps before them."""
         self._drafter: Drafter | None = None
         if weights.mtp is not None:
             self._drafter = Drafter(
                 DraftLayer(self.decoder, weights.mtp), self.plan, num_tokens=args.num_speculative_tokens,
                 page_size=args.block_size, max_model_len=self.memory.max_model_len,
             )  # fmt: skip
-
-    def resolve(self, scheduled: Sequence[Scheduled]) -> list[StepRequest]:
-        """A schedule's requests with what this worker knows and the scheduler does not: see `Tails.resolve`.
-
-        Those that nothing waits for are left out. To be called when all steps before this one have been executed.
-        """
-        return [request for part in scheduled if (request := self.tails.resolve(part)) is not None]
 
     def plan(self, requests: Sequence[StepRequest]) -> StepPlan:
         """The step's integers, under this rank's limits."""
@@ -130,14 +129,27 @@ class Worker:
         )
 
     @torch.inference_mode()
-    def execute(self, plan: StepPlan, inputs: Sequence[SampleInput]) -> StepResult:
-        """Run a plan; `inputs` belong to its sampling requests, in order."""
+    def execute(self, plan: StepPlan, inputs: Sequence[SampleInput], prompts: Sequence[PromptInput] = ()) -> StepResult:
+        """Run a plan; `inputs` belong to its sampling requests, in order.
+
+        `prompts` say whose rows are to give log-probabilities of prompt tokens. They cost the head for each of them.
+        """
         rows = step_rows(plan)
-        hidden = self.decoder.forward(rows, all_rows=self._drafter is not None)
-        logits_SV = self.decoder.logits(hidden if self._drafter is None else hidden[rows.sample_rows_S])
+        all_rows = self._drafter is not None or bool(prompts)
+        hidden = self.decoder.forward(rows, all_rows=all_rows)
+        seconds: dict[str, float] = {}
+        found: dict[str, PromptLogprobs] = {}
+        unusable: dict[str, str] = {}
+        if prompts:
+            # Before there are other logits, which then need not fit beside these.
+            start = time.perf_counter()
+            found, unusable = prompt_logprobs(hidden, plan, prompts, self.decoder.head, block_rows=self._logits_rows)
+            seconds["logprobs"] = time.perf_counter() - start
+        logits_SV = self.decoder.logits(hidden[rows.sample_rows_S] if all_rows else hidden)
         start = time.perf_counter()
         sampled, failed = verify_step(logits_SV, plan, inputs)
-        seconds = self.decoder.seconds | {"sample": time.perf_counter() - start}
+        sampled = {name: tokens for name, tokens in sampled.items() if name not in unusable}
+        seconds |= self.decoder.seconds | {"sample": time.perf_counter() - start}
         screen = self.decoder.screen_counts
         drafts: dict[str, tuple[int, ...]] = {}
         if self._drafter is not None:
@@ -147,7 +159,7 @@ class Worker:
         self._keep_tails(plan, sampled, drafts)
         firsts = dict(zip([row.request_id for row in inputs], plan.sample_starts.tolist(), strict=False))
         logits = {name: logits_SV[firsts[name] : firsts[name] + len(tokens)] for name, tokens in sampled.items()}
-        return StepResult(sampled, logits, drafts, seconds, screen, failed)
+        return StepResult(sampled, logits, drafts, seconds, screen, failed | unusable, found)
 
     def _keep_tails(self, plan: StepPlan, sampled: Sampled, drafts: dict[str, tuple[int, ...]]) -> None:
         for request in plan.requests:
