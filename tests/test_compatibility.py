@@ -143,8 +143,8 @@ class Bench:
 
         def keep(*args: Any) -> Any:
             step = execute(*args)
-            for request_id, row in step.logits.items():
-                logits.setdefault(request_id, []).append(row.clone())
+            for request_id, rows in step.logits.items():
+                logits.setdefault(request_id, []).extend(rows.clone())
             return step
 
         llm.engine.worker.execute = keep  # type: ignore[method-assign]

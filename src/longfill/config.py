@@ -7,6 +7,7 @@ once. A name that means the same as one of vLLM's has vLLM's name.
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import re
 from collections.abc import Mapping
@@ -24,10 +25,14 @@ IndexerCacheDType = Literal["auto", "float32", "fp8"]
 AttentionPath = Literal["auto", "paged", "workspace"]
 KernelBackend = Literal["auto", "reference", "cpu"]
 IndexerScreen = Literal["auto", "on", "off"]
+SchedulingPolicy = Literal["fcfs", "priority"]
+PrefillPolicy = Literal["ordered", "fair"]
 
 DEFAULT_MEMORY_SHARE = 0.7
 """Share of the memory that the cgroup (or the machine) allows, taken when no budget is given. The rest is left to the
 page cache, other processes and the fragmentation of the allocator."""
+
+MAX_SPECULATIVE_TOKENS = 8
 
 CGROUP_ROOT = Path("/sys/fs/cgroup")
 CGROUP_MEMBERSHIP = Path("/proc/self/cgroup")
@@ -36,6 +41,30 @@ SYSTEM = Path("/sys/devices/system")
 
 def _knob(default: Any, help: str, *, unit: str = "", low: float | None = None, high: float | None = None) -> Any:
     return field(default=default, metadata={"help": help, "unit": unit, "low": low, "high": high})
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeculativeConfig:
+    """What `--speculative-config` asks for; vLLM's names."""
+
+    method: Literal["mtp"]
+    num_speculative_tokens: int
+
+    @classmethod
+    def from_mapping(cls, given: Mapping[str, Any]) -> SpeculativeConfig:
+        """From the flag's JSON. Raises ConfigError, naming the field, for one that cannot be honoured."""
+        flag = "--speculative-config"
+        unknown = sorted(set(given) - {"method", "num_speculative_tokens"})
+        if unknown:
+            raise ConfigError(f"{flag}: {unknown[0]!r} is not supported; give method and num_speculative_tokens")
+        method, count = given.get("method"), given.get("num_speculative_tokens")
+        if method != "mtp":
+            raise ConfigError(f"{flag}: method {method!r} is not supported; give 'mtp', the model's own draft layer")
+        if not isinstance(count, int) or isinstance(count, bool) or not 1 <= count <= MAX_SPECULATIVE_TOKENS:
+            raise ConfigError(
+                f"{flag}: num_speculative_tokens must be an integer from 1 to {MAX_SPECULATIVE_TOKENS}, got {count!r}"
+            )
+        return cls(method="mtp", num_speculative_tokens=count)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +84,48 @@ class EngineArgs:
     )
     max_num_batched_tokens: int = _knob(4096, "Token budget of one step", unit="tokens", low=1)
     max_num_seqs: int = _knob(64, "Requests running at once", low=1)
+    max_num_scheduled_tokens: int | None = _knob(
+        None, "Tokens that one step schedules (default: --max-num-batched-tokens)", unit="tokens", low=1
+    )
+    max_num_active_seqs: int | None = _knob(
+        None, "Running requests beyond which none is admitted (default: --max-num-seqs)", low=1
+    )
+    long_prefill_token_threshold: int = _knob(
+        0, "Tokens of one prompt in one step while other requests can run (0: no cap)", unit="tokens", low=0
+    )
+    long_prefill_token_threshold_adaptive: bool = _knob(
+        False, "Raise that cap to an equal part of --max-num-batched-tokens for each request that can run"
+    )
+    prefill_schedule_interval: int = _knob(
+        1, "Prompts in every N-th step only, while something decodes and no backlog builds up", unit="steps", low=1
+    )
+    watermark: float = _knob(0.0, "Share of the KV pool kept free when a request is admitted", low=0, high=1)
+    scheduler_reserve_full_isl: bool = _knob(
+        True, "Admit a request only once its whole prompt fits beside what the running ones will need"
+    )
+    scheduling_policy: SchedulingPolicy = _knob(
+        "fcfs", "First come first served, or lower `priority` first, which may take seats and pages from higher"
+    )
+    prefill_policy: PrefillPolicy = _knob(
+        "ordered", "A step's prompt tokens in the order of admission, or in fair shares of requests and tenants"
+    )
+    decode_share: float = _knob(
+        0.5, "With fair: share of their undisturbed rate that decodes keep beside prompts (0: none)", low=0, high=1
+    )
+    ttft_target: float | None = _knob(
+        None,
+        "With fair: prompts about to miss this time to first token go first, and decodes may wait for them as long",
+        unit="s", low=0,
+    )  # fmt: skip
+    progress_timeout: float = _knob(
+        60.0, "A request that is computed over and over without progress ends with an error after this", unit="s", low=0
+    )
+    async_scheduling: bool = _knob(False, "Prepare steps while others compute, see --max-concurrent-batches")
+    max_concurrent_batches: int = _knob(2, "Steps in flight with --async-scheduling", unit="steps", low=1, high=8)
+    split_mixed_batch: bool = _knob(False, "Run a step's decode rows and its prompt rows as two calls")
+    speculative_config: Mapping[str, Any] | None = _knob(
+        None, 'Speculative decoding, as JSON: {"method": "mtp", "num_speculative_tokens": 2}'
+    )
 
     memory_budget: str | None = _knob(
         None,
@@ -111,6 +182,23 @@ class EngineArgs:
                 raise ConfigError(f"{flag}: {value:,} is out of range; at least {low:,}{upper}{unit}")
         if self.memory_budget is not None:
             parse_bytes(self.memory_budget)
+        _ = self.speculation
+
+    @property
+    def speculation(self) -> SpeculativeConfig | None:
+        """`speculative_config` as an object; raises ConfigError, naming the field, for one that cannot be honoured."""
+        return None if self.speculative_config is None else SpeculativeConfig.from_mapping(self.speculative_config)
+
+    @property
+    def num_speculative_tokens(self) -> int:
+        """Drafts of a step; 0 without speculation."""
+        speculation = self.speculation
+        return 0 if speculation is None else speculation.num_speculative_tokens
+
+    @property
+    def steps_in_flight(self) -> int:
+        """Steps that are scheduled before the oldest is booked."""
+        return self.max_concurrent_batches if self.async_scheduling else 1
 
 
 def flag_name(knob: str) -> str:
@@ -130,7 +218,7 @@ def _kinds() -> dict[str, tuple[Any, ...]]:
     return {name: get_args(hint) if get_origin(hint) is UnionType else (hint,) for name, hint in hints.items()}
 
 
-_EXPECTED = {int: "an integer", str: "text", bool: "True or False", Mapping: "a mapping"}
+_EXPECTED = {int: "an integer", float: "a number", str: "text", bool: "True or False", Mapping: "a mapping"}
 
 
 def _check_type(knob: str, value: object) -> None:
@@ -150,6 +238,8 @@ def _has_kind(value: object, kind: Any) -> bool:
         return value in get_args(kind)
     if kind is int:
         return isinstance(value, int) and not isinstance(value, bool)
+    if kind is float:
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     return isinstance(value, get_origin(kind) or kind)
 
 

@@ -187,12 +187,32 @@ class Request:
         self._tokens = prompt
         self.num_tokens = self.num_prompt_tokens
         self.num_computed_tokens = 0
+        """Tokens that steps have computed or will have, those in flight included and all their drafts taken as right:
+        what a rejected draft takes away is known, and subtracted, once its step is booked."""
+        self.num_in_flight_tokens = 0
+        """Of these, tokens of steps that are not booked yet."""
+        self.num_output_placeholders = 0
+        """Tokens that steps in flight will have sampled, all drafts taken as right."""
+        self.num_draft_tokens = 0
+        """Drafts that the worker has ready for the next step."""
         self.num_cached_tokens = 0
         """Tokens found in the prefix cache at the first admission (what usage reports as cached)."""
         self.num_preemptions = 0
         self.status = RequestStatus.WAITING
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
+        self.error: str | None = None
+        """Why it ended with `FinishReason.ERROR`."""
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        """Tokens that it has, or will have sampled, and that no step computes yet; its drafts are not among them."""
+        return self.num_tokens + self.num_output_placeholders - self.num_computed_tokens
+
+    @property
+    def num_booked_tokens(self) -> int:
+        """Tokens whose KV is in the cache: `num_computed_tokens` without those of steps in flight."""
+        return self.num_computed_tokens - self.num_in_flight_tokens
 
     @property
     def token_ids(self) -> TokenIds:
@@ -219,6 +239,10 @@ class Request:
             self._tokens = grown
         self._tokens[self.num_tokens] = token_id
         self.num_tokens += 1
+
+    def drop_outputs_after(self, num_output_tokens: int) -> None:
+        """Keep so many outputs: a stop string may end in the middle of what one step brought."""
+        self.num_tokens = min(self.num_tokens, self.num_prompt_tokens + num_output_tokens)
 
     def sibling(self, request_id: str, params: SamplingParams) -> Request:
         """A new request for the same prompt, from the same caller. The prompt's ids are shared until it samples."""

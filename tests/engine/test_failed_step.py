@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -45,12 +46,12 @@ def test_a_step_that_raises_is_taken_back(folder: Path, failing: int, error: typ
     forward = llm.engine.worker.decoder.forward
     calls = 0
 
-    def fail_once(rows: object) -> object:
+    def fail_once(rows: Any, **given: Any) -> object:
         nonlocal calls
         calls += 1
         if calls == failing + 1:
             raise error
-        return forward(rows)  # type: ignore[arg-type]
+        return forward(rows, **given)
 
     llm.engine.worker.decoder.forward = fail_once  # type: ignore[assignment]
     llm.engine.add_request("a", PROMPT, GREEDY)

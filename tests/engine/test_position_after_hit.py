@@ -21,9 +21,9 @@ def positions_of(llm: LLM, prompt: list[int]) -> tuple[list[int], Any]:
     forward = decoder.forward
     seen: list[int] = []
 
-    def spy(rows: Any) -> Any:
+    def spy(rows: Any, **given: Any) -> Any:
         seen.extend(rows.positions_T.tolist())
-        return forward(rows)
+        return forward(rows, **given)
 
     decoder.forward = spy  # type: ignore[method-assign]
     try:

@@ -17,13 +17,19 @@ from longfill.kernels.interface import Linear, StoredLinear, StoredMlp
 from longfill.kernels.reference.backend import ReferenceBackend, StoredHeads
 from longfill.models.config import ModelConfig
 from longfill.models.loading import load_model
-from longfill.models.weights import AttentionWeights, ModelWeights, MoeWeights
+from longfill.models.weights import AttentionWeights, ModelWeights, MoeWeights, MtpWeights
 
 FP32 = torch.float32
 
 
-def load(folder: Path, dtype: torch.dtype = FP32, **overrides: Any) -> ModelWeights:
-    return load_model(folder, ModelConfig.from_folder(folder, overrides), dtype, ReferenceBackend())
+def load(folder: Path, dtype: torch.dtype = FP32, *, mtp: bool = False, **overrides: Any) -> ModelWeights:
+    return load_model(folder, ModelConfig.from_folder(folder, overrides), dtype, ReferenceBackend(), mtp=mtp)
+
+
+def load_mtp(folder: Path) -> MtpWeights:
+    mtp = load(folder, mtp=True).mtp
+    assert mtp is not None
+    return mtp
 
 
 def value(weight: Linear) -> Tensor:
@@ -340,7 +346,7 @@ def test_num_bytes_counts_every_tensor(tmp_path: Path) -> None:
     stored = sum(tensor.nbytes for name, tensor in tensors.items() if ".kv_b_proj." not in name)
     # The up-projections are kept dequantised, in float32 here.
     stored += sum(4 * tensor.numel() for name, tensor in tensors.items() if name.endswith(".kv_b_proj.weight"))
-    assert load(tmp_path).num_bytes == stored
+    assert load(tmp_path, mtp=True).num_bytes == stored
 
 
 def _gate(weights: ModelWeights) -> StoredLinear:
@@ -456,49 +462,59 @@ def test_scales_of_other_dtypes_become_float32(dtype: torch.dtype, tmp_path: Pat
 
 
 @pytest.mark.parametrize("family", ["glm_moe_dsa", "deepseek_v3"])
-def test_draft_layers_are_recognised_and_loaded(family: str, tmp_path: Path) -> None:
-    model = make_checkpoint(tmp_path, family, mtp=2)
-    weights = load(tmp_path)
+def test_a_draft_layer_is_loaded_where_it_is_wanted(family: str, tmp_path: Path) -> None:
+    model = make_checkpoint(tmp_path, family, mtp=1)
+    weights = load(tmp_path, mtp=True)
     stored = load_file(tmp_path / "model.safetensors")
     assert_same_weights(weights, model)
-    assert len(weights.mtp) == 2
-    for i, mtp in enumerate(weights.mtp, start=4):
-        assert torch.equal(mtp.eh_proj.weight, stored[f"model.layers.{i}.eh_proj.weight"])
-        assert torch.equal(mtp.enorm, stored[f"model.layers.{i}.enorm.weight"])
-        assert torch.equal(mtp.hnorm, stored[f"model.layers.{i}.hnorm.weight"])
-        assert torch.equal(mtp.head_norm, stored[f"model.layers.{i}.shared_head.norm.weight"])
-        assert torch.equal(mtp.head.weight, stored[f"model.layers.{i}.shared_head.head.weight"])
-        assert torch.equal(mtp.embed, stored[f"model.layers.{i}.embed_tokens.weight"])
-        assert (mtp.layer.attention.indexer is not None) == (family == "glm_moe_dsa")
+    mtp, prefix = load_mtp(tmp_path), "model.layers.4"
+    assert torch.equal(value(mtp.eh_proj), stored[f"{prefix}.eh_proj.weight"])
+    assert torch.equal(mtp.enorm, stored[f"{prefix}.enorm.weight"])
+    assert torch.equal(mtp.hnorm, stored[f"{prefix}.hnorm.weight"])
+    assert torch.equal(mtp.head_norm, stored[f"{prefix}.shared_head.norm.weight"])
+    assert torch.equal(value(mtp.head), stored[f"{prefix}.shared_head.head.weight"])
+    assert torch.equal(mtp.embed, stored[f"{prefix}.embed_tokens.weight"])
+    assert torch.equal(mtp.layer.input_norm, stored[f"{prefix}.input_layernorm.weight"])
+    assert (mtp.layer.attention.indexer is not None) == (family == "glm_moe_dsa")
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_draft_layers_that_nobody_wants_are_left_where_they_are(count: int, tmp_path: Path) -> None:
+    model = make_checkpoint(tmp_path, "glm_moe_dsa", mtp=count)
+    weights = load(tmp_path)
+    assert weights.mtp is None
+    assert_same_weights(weights, model)
 
 
 def test_a_draft_layer_of_an_index_sharing_model_has_its_own_indexer(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "glm_moe_dsa", mtp=1, indexer_types=["full", "shared", "shared", "shared"])
-    assert load(tmp_path).mtp[0].layer.attention.indexer is not None
+    assert load_mtp(tmp_path).layer.attention.indexer is not None
 
 
 def test_a_draft_layer_without_embedding_and_head_uses_the_models(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "deepseek_v3", mtp=1)
     edit_tensors(tmp_path, remove=["model.layers.4.embed_tokens.weight", "model.layers.4.shared_head.head.weight"])
-    weights = load(tmp_path)
-    assert weights.mtp[0].embed is weights.embed
-    assert weights.mtp[0].head is weights.lm_head
+    weights = load(tmp_path, mtp=True)
+    assert weights.mtp is not None
+    assert weights.mtp.embed is weights.embed
+    assert weights.mtp.head is weights.lm_head
 
 
-def test_a_checkpoint_published_without_draft_layers_loads(tmp_path: Path) -> None:
+def test_a_checkpoint_published_without_its_draft_layer_loads_unless_drafts_are_wanted(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "deepseek_v3")
-    assert load(tmp_path, num_nextn_predict_layers=1).mtp == ()
+    assert load(tmp_path, num_nextn_predict_layers=1).mtp is None
+    message = (
+        r"announces a draft layer, but none is stored \(model\.layers\.4\.eh_proj\.weight is missing\); drop --spec"
+    )
+    with pytest.raises(ModelError, match=message):
+        load(tmp_path, mtp=True, num_nextn_predict_layers=1)
 
 
 def test_half_a_draft_layer_is_refused(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "deepseek_v3", mtp=1)
     edit_tensors(tmp_path, remove=["model.layers.4.hnorm.weight"])
     with pytest.raises(ModelError, match=r"tensor model\.layers\.4\.hnorm\.weight is missing"):
-        load(tmp_path)
-    make_checkpoint(tmp_path, "deepseek_v3", mtp=1)
-    edit_tensors(tmp_path, remove=["model.layers.4.eh_proj.weight"])
-    with pytest.raises(ModelError, match=r"model\.layers\.4\.\S+ and \d+ more would be left unused"):
-        load(tmp_path)
+        load(tmp_path, mtp=True)
 
 
 def test_draft_layers_that_the_config_does_not_announce_are_refused(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +38,9 @@ BACKENDS = [ReferenceBackend(), pytest.param(NativeBackend(torch.bfloat16, 1), m
 def test_headers_tell_what_loading_takes(tmp_path: Path, family: str, kind: str, backend: Backend) -> None:
     make_checkpoint(tmp_path, family, **KINDS[kind])
     config = ModelConfig.from_folder(tmp_path)
-    for dtype in (torch.float32, torch.bfloat16):
-        weights = load_model(tmp_path, config, dtype, backend)
-        assert weight_bytes(tmp_path, config, dtype, backend) == weights.num_bytes
+    for dtype, mtp in itertools.product((torch.float32, torch.bfloat16), {False, config.num_mtp_layers > 0}):
+        weights = load_model(tmp_path, config, dtype, backend, mtp=mtp)
+        assert weight_bytes(tmp_path, config, dtype, backend, mtp=mtp) == weights.num_bytes
 
 
 @pytest.mark.parametrize("backend", BACKENDS, ids=["reference", "native"])

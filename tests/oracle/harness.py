@@ -5,7 +5,6 @@ For tests only; may import transformers.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -53,11 +52,10 @@ def run(llm: LLM, token_ids: Sequence[int]) -> Rows:
     logits: list[Tensor] = []
     selected: dict[int, list[frozenset[int]]] = {}
 
-    def every_row(rows: Any) -> Tensor:
-        sampled = rows.sample_rows_S
-        out = forward(dataclasses.replace(rows, sample_rows_S=torch.arange(rows.token_ids_T.numel())))
-        logits.append(out.clone())
-        return out[sampled]
+    def every_row(rows: Any, *, all_rows: bool) -> Tensor:
+        hidden_TC = forward(rows, all_rows=True)
+        logits.append(decoder.logits(hidden_TC))
+        return hidden_TC if all_rows else hidden_TC[rows.sample_rows_S]
 
     def keep(layer: int, selection_TK: Tensor) -> None:
         selected.setdefault(layer, []).extend(frozenset(row) - {-1} for row in selection_TK.tolist())

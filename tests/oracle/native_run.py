@@ -6,7 +6,6 @@ instruction set is one per process, LONGFILL_ISA's. For tests only; imports no t
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from pathlib import Path
 from typing import Any
@@ -32,10 +31,10 @@ def record(folder: Path, backend: str, seed: int, count: int) -> dict[str, Any]:
     logits: list[Tensor] = []
     selected: dict[int, list[Tensor]] = {}
 
-    def every_row(rows: Any) -> Tensor:
-        out = forward(dataclasses.replace(rows, sample_rows_S=torch.arange(rows.token_ids_T.numel())))
-        logits.append(out)
-        return out[rows.sample_rows_S]
+    def every_row(rows: Any, **_: Any) -> Tensor:
+        hidden_TC = forward(rows, all_rows=True)
+        logits.append(decoder.logits(hidden_TC))
+        return hidden_TC[rows.sample_rows_S]
 
     decoder.forward = every_row  # type: ignore[method-assign]
     decoder.on_selection = lambda layer, rows_TK: selected.setdefault(layer, []).append(rows_TK.clone())

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -56,10 +55,10 @@ def run_growing(llm: LLM, prompt: list[int], outputs: int) -> tuple[Rows, list[i
     logits: list[Tensor] = []
     selected: dict[int, list[frozenset[int]]] = {}
 
-    def every_row(rows: Any) -> Tensor:
-        out = forward(dataclasses.replace(rows, sample_rows_S=torch.arange(rows.token_ids_T.numel())))
-        logits.append(out.clone())
-        return out[rows.sample_rows_S]
+    def every_row(rows: Any, **_: Any) -> Tensor:
+        hidden_TC = forward(rows, all_rows=True)
+        logits.append(decoder.logits(hidden_TC))
+        return hidden_TC[rows.sample_rows_S]
 
     def keep(layer: int, selection_TK: Tensor) -> None:
         selected.setdefault(layer, []).extend(frozenset(row) - {-1} for row in selection_TK.tolist())

@@ -23,7 +23,10 @@ from longfill.units import PageSize
 MIB = 1 << 20
 
 
-def request(name: str, start: int, query_len: int, *, page_size: int = 4, samples: bool = False, first_page: int = 1):
+def request(
+    name: str, start: int, query_len: int, *, page_size: int = 4, samples: bool = False, first_page: int = 1,
+    num_drafts: int = 0,
+):  # fmt: skip
     width = -(-(start + query_len) // page_size)
     return StepRequest(
         request_id=name,
@@ -32,6 +35,7 @@ def request(name: str, start: int, query_len: int, *, page_size: int = 4, sample
         pages=np.arange(first_page, first_page + width)[::-1].copy(),
         token_ids=np.arange(start, start + query_len) * 10 + 1,
         samples=samples,
+        num_drafts=num_drafts,
     )
 
 
@@ -50,6 +54,23 @@ def test_one_token_rows_come_first_and_the_rest_keep_their_order() -> None:
     got = plan([request("long", 0, 9), request("a", 4, 1), request("mid", 3, 2), request("b", 0, 1)])
     assert [r.request_id for r in got.requests] == ["a", "b", "long", "mid"]
     assert got.query_starts.tolist() == [0, 1, 2, 11, 13]
+
+
+def test_rows_with_drafts_stand_beside_one_token_rows_and_all_of_them_are_sampled_from() -> None:
+    drafts = request("drafts", 3, 4, samples=True, num_drafts=3)
+    tail = request("tail", 2, 4, samples=True, num_drafts=2)  # two rows that no draft is in
+    got = plan([tail, request("long", 0, 9), drafts, request("a", 4, 1, samples=True), request("b", 0, 1)])
+    assert [r.request_id for r in got.requests] == ["drafts", "a", "b", "tail", "long"]
+    assert got.sample_rows.tolist() == [0, 1, 2, 3, 4, 7, 8, 9]
+    assert got.sample_starts.tolist() == [0, 4, 5, 8]
+
+
+@pytest.mark.parametrize(
+    ("query_len", "num_drafts", "samples"), [(1, 1, True), (3, 3, True), (3, 1, False), (2, -1, True)]
+)
+def test_drafts_without_a_row_to_sample_from_are_refused(query_len: int, num_drafts: int, samples: bool) -> None:
+    with pytest.raises(ValueError, match=rf"request odd: {num_drafts} drafts in {query_len} rows"):
+        plan([request("odd", 4, query_len, samples=samples, num_drafts=num_drafts)])
 
 
 def test_an_example_to_read() -> None:
@@ -73,13 +94,15 @@ def steps(draw: st.DrawFn) -> tuple[list[StepRequest], int, int | None]:
     page_size = draw(st.integers(1, 7))
     requests, first_page = [], 1
     for i in range(draw(st.integers(0, 6))):
+        query_len, samples = draw(st.one_of(st.just(1), st.integers(1, 20))), draw(st.booleans())
         r = request(
             f"r{i}",
             draw(st.integers(0, 40)),
-            draw(st.one_of(st.just(1), st.integers(1, 20))),
+            query_len,
             page_size=page_size,
-            samples=draw(st.booleans()),
+            samples=samples,
             first_page=first_page,
+            num_drafts=draw(st.integers(0, query_len - 1)) if samples else 0,
         )
         first_page += r.pages.size
         requests.append(r)
@@ -99,9 +122,11 @@ def test_a_plan_equals_walking_its_rows_one_by_one(
         max_logits_bytes=logits,
         workspace_rows=rows,
     )
-    ordered = [r for r in requests if r.query_len == 1] + [r for r in requests if r.query_len > 1]
+    singles = [r for r in requests if r.query_len - r.num_drafts == 1]
+    ordered = singles + [r for r in requests if r not in singles]
     assert list(got.requests) == ordered
     tokens, positions, slots, samples, dense, scored_positions = [], [], [], [], [], []
+    starts = [0]
     for r in ordered:
         scored = []
         for i, position in enumerate(range(r.start, r.start + r.query_len)):
@@ -113,12 +138,14 @@ def test_a_plan_equals_walking_its_rows_one_by_one(
         dense.append(r.query_len - len(scored))
         scored_positions.append(scored)
         if r.samples:
-            samples.append(len(positions) - 1)
+            samples += range(len(positions) - 1 - r.num_drafts, len(positions))
+            starts.append(len(samples))
     assert got.token_ids.tolist() == tokens
     assert got.positions.tolist() == positions
     assert got.slots.tolist() == slots
     assert len(set(slots)) == len(slots)
     assert got.sample_rows.tolist() == samples
+    assert got.sample_starts.tolist() == starts
     assert got.dense_rows.tolist() == dense
     assert list(got.scored) == [i for i, scored in enumerate(scored_positions) if scored]
     assert got.scored_pairs == sum(p + 1 for scored in scored_positions for p in scored)
@@ -130,7 +157,15 @@ def test_a_plan_equals_walking_its_rows_one_by_one(
         chunked += [in_chunk[row] for row in chunk.queries]
     assert chunked == [(i, p) for i, s in enumerate(got.scored) for p in scored_positions[s]], "each scored row once"
     assert [i for c in got.workspace_chunks for i in c] == list(range(len(got.scored)))
-    for array in (got.query_starts, got.token_ids, got.positions, got.slots, got.dense_rows, got.sample_rows):
+    for array in (
+        got.query_starts,
+        got.token_ids,
+        got.positions,
+        got.slots,
+        got.dense_rows,
+        got.sample_rows,
+        got.sample_starts,
+    ):
         assert array.dtype == np.int64
 
 
@@ -160,6 +195,7 @@ def test_an_empty_step_is_an_empty_plan() -> None:
     got = plan([])
     assert (got.requests, got.scored, got.indexer_chunks, got.workspace_chunks) == ((), (), (), ())
     assert (got.slots.size, got.query_starts.tolist(), got.scored_pairs, got.gathered_rows) == (0, [0], 0, 0)
+    assert (got.sample_rows.size, got.sample_starts.tolist()) == (0, [0])
 
 
 @pytest.mark.parametrize(("start", "query_len", "position"), [(8, 5, 12), (12, 1, 12), (0, 13, 12), (-1, 2, -1)])

@@ -9,7 +9,7 @@ from paged_model import Engine, request_of, undisturbed
 from longfill.cache import KVCacheManager
 from longfill.errors import ConfigError, RequestError
 from longfill.request import FinishReason, RequestStatus
-from longfill.scheduler import Schedule, Scheduler
+from longfill.scheduler import UNKNOWN, Schedule, Scheduler, SchedulerConfig
 from longfill.units import NumPages, PageSize
 
 
@@ -21,7 +21,8 @@ def strides(schedule: Schedule) -> list[tuple[str, int, int, bool]]:
 def test_a_million_token_prompt_takes_64_steps_and_samples_in_the_last(prompt: int, steps: int, last: int) -> None:
     pages = NumPages(16_385 + 1)
     cache = KVCacheManager(pages, PageSize(64), identity=None)
-    scheduler = Scheduler(cache, max_model_len=prompt + 1, max_num_batched_tokens=16_384, max_num_seqs=4)
+    config = SchedulerConfig(max_model_len=prompt + 1, max_num_batched_tokens=16_384, max_num_seqs=4)
+    scheduler = Scheduler(cache, config)
     request = request_of("long", np.zeros(prompt, dtype=np.int64))
     scheduler.add_request(request)
     for step in range(steps):
@@ -32,7 +33,8 @@ def test_a_million_token_prompt_takes_64_steps_and_samples_in_the_last(prompt: i
         assert chunk.num_tokens == (last if step == steps - 1 else 16_384)
         assert chunk.samples == (step == steps - 1)
         assert chunk.page_table.size == -(-(chunk.start + chunk.num_tokens) // 64)
-        assert scheduler.update(schedule, {"long": 5}) == ([request] if chunk.samples else [])
+        advanced = scheduler.update(schedule, {"long": (5,)})
+        assert [(a.request, a.num_tokens) for a in advanced] == ([(request, 1)] if chunk.samples else [])
     assert request.finish_reason is FinishReason.LENGTH
     assert request.output_token_ids.tolist() == [5]
 
@@ -96,18 +98,16 @@ def test_nothing_to_do_is_an_empty_schedule() -> None:
     assert (schedule.requests, schedule.preempted, schedule.num_tokens) == ((), (), 0)
 
 
-def test_a_second_schedule_before_the_result_waits_for_the_token() -> None:
+def test_a_second_schedule_before_the_result_takes_the_token_as_sampled() -> None:
     engine = Engine(budget=16)
-    engine.add(request_of("a", range(20)))
-    first, second = engine.begin(), engine.begin()
-    assert strides(first[0]) == [("a", 0, 16, False)]
-    assert strides(second[0]) == [("a", 16, 4, True)]
+    engine.add(request := request_of("a", range(20), max_tokens=2))
+    assert strides(engine.begin()) == [("a", 0, 16, False)]
+    assert strides(engine.begin()) == [("a", 16, 4, True)]
     third = engine.begin()
-    assert third[0].requests == ()
-    request = engine.scheduler.requests["a"]
-    assert engine.scheduler.update(*first) == []
-    assert engine.scheduler.update(*second) == [request]
-    assert engine.scheduler.update(*third) == []
+    assert strides(third) == [("a", 20, 1, True)]
+    assert third.requests[0].token_ids.tolist() == [UNKNOWN]
+    assert engine.begin().requests == (), "the two outputs that it may have are both in flight"
+    assert [engine.book() for _ in range(3)] == [[], [request], [request]]
     engine.drain()
     assert request.output_token_ids.tolist() == undisturbed(request, 1000)
 
@@ -115,10 +115,10 @@ def test_a_second_schedule_before_the_result_waits_for_the_token() -> None:
 def test_pages_of_a_step_in_flight_are_not_found_before_its_result_is_in() -> None:
     engine = Engine(budget=8)
     engine.add(request_of("a", range(20)))
-    first, second = engine.begin(), engine.begin()
+    engine.begin(), engine.begin()
     probe = request_of("probe", range(20))
-    for pending, found in [(first, 8), (second, 16)]:
-        engine.scheduler.update(*pending)
+    for found in (8, 16):
+        engine.book()
         assert engine.cache.lookup(probe).num_tokens == found
     engine.drain()
 
@@ -225,8 +225,9 @@ class TestTheEndOfARequest:
         engine = Engine(budget=10)
         a, b, c = request_of("a", [1], max_tokens=1), request_of("b", range(12)), request_of("c", [2])
         engine.add(a, b, c)
-        assert engine.scheduler.update(*engine.begin()) == [a]
-        assert engine.scheduler.update(*engine.begin()) == [b, c]
+        engine.begin(), engine.begin()
+        assert engine.book() == [a]
+        assert set(engine.book()) == {b, c}
 
 
 VOID = 10**6
@@ -300,13 +301,13 @@ def test_limits_that_allow_nothing_are_refused(change: dict, flag: str) -> None:
 
 def test_a_step_costs_the_same_however_long_the_queue_is() -> None:
     cache = KVCacheManager(NumPages(65), PageSize(4), identity=None)
-    scheduler = Scheduler(cache, max_model_len=100, max_num_batched_tokens=64, max_num_seqs=2)
+    scheduler = Scheduler(cache, SchedulerConfig(max_model_len=100, max_num_batched_tokens=64, max_num_seqs=2))
     for i in range(50_000):
         scheduler.add_request(request_of(str(i), [1], max_tokens=50))
     start = time.process_time()
     for i in range(1_000):
         schedule = scheduler.schedule()
-        scheduler.update(schedule, {s.request_id: 3 for s in schedule.requests})
+        scheduler.update(schedule, {s.request_id: (3,) for s in schedule.requests})
         scheduler.abort(str(49_999 - i))
     assert time.process_time() - start < 1.0, "1,000 steps beside 50,000 waiting requests"
     assert scheduler.num_waiting == 50_000 - 1_000 - 2 - 2 * (1_000 // 50 - 1)

@@ -1,5 +1,8 @@
 """Random arrivals, aborts, preemptions and ends: pages add up, budgets hold, and every token is the right one."""
 
+import math
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
@@ -19,6 +22,7 @@ from longfill.request import FinishReason, Request, RequestStatus
 
 EOS = (3, 50)
 MAX_MODEL_LEN = 120
+MAX_DEPTH = 3
 
 
 class RandomTraffic(RuleBasedStateMachine):
@@ -32,8 +36,23 @@ class RandomTraffic(RuleBasedStateMachine):
         usable=st.integers(2, 30),
         budget=st.sampled_from([1, 5, 16, 200]),
         seats=st.integers(1, 5),
+        drafts=st.sampled_from([0, 0, 1, 3]),
+        policies=st.fixed_dictionaries(
+            {
+                "scheduling_policy": st.sampled_from(["fcfs", "priority"]),
+                "prefill_policy": st.sampled_from(["ordered", "fair"]),
+                "long_prefill_token_threshold": st.sampled_from([0, 3, 20]),
+                "long_prefill_token_threshold_adaptive": st.booleans(),
+                "prefill_schedule_interval": st.sampled_from([1, 1, 2, 4]),
+                "watermark": st.sampled_from([0.0, 0.0, 0.1]),
+                "scheduler_reserve_full_isl": st.booleans(),
+                "ttft_target": st.sampled_from([None, 3.0]),
+            }
+        ),
     )
-    def start(self, page_size: int, usable: int, budget: int, seats: int) -> None:
+    def start(
+        self, page_size: int, usable: int, budget: int, seats: int, drafts: int, policies: dict[str, Any]
+    ) -> None:
         self.engine = Engine(
             usable_pages=usable,
             page_size=page_size,
@@ -41,9 +60,12 @@ class RandomTraffic(RuleBasedStateMachine):
             budget=budget,
             max_num_seqs=seats,
             eos_token_ids=EOS,
+            num_speculative_tokens=drafts,
+            progress_timeout=math.inf,
+            **policies,
         )
         self.scheduler = self.engine.scheduler
-        self.pending: list = []
+        self.drafts = drafts
         self.served: list[Request] = []
         self.cut: dict[Request, int] = {}  # ended from outside -> tokens it had then
         self.count = 0
@@ -54,38 +76,62 @@ class RandomTraffic(RuleBasedStateMachine):
         rest=st.integers(1, 50),
         max_tokens=st.sampled_from([1, 2, 7, 30, None]),
         ignore_eos=st.booleans(),
+        priority=st.integers(0, 2),
+        tenant=st.sampled_from(["", "x", "y"]),
     )
-    def arrive(self, family: int, common: int, rest: int, max_tokens: int | None, ignore_eos: bool) -> None:
+    def arrive(
+        self, family: int, common: int, rest: int, max_tokens: int | None, ignore_eos: bool, priority: int, tenant: str
+    ) -> None:
         self.count += 1
         tokens = np.concatenate([np.full(common, family), np.arange(rest) * self.count % VOCAB])
         request = request_of(f"r{self.count}", tokens, max_tokens=max_tokens, ignore_eos=ignore_eos)
+        request.priority, request.tenant, request.arrival_time = priority, tenant, self.engine.clock
         try:
             self.scheduler.add_request(request)
         except RequestError:
-            total = MAX_MODEL_LEN if max_tokens is None else min(tokens.size + max_tokens, MAX_MODEL_LEN)
+            total = MAX_MODEL_LEN if max_tokens is None else min(tokens.size + max_tokens + self.drafts, MAX_MODEL_LEN)
             assert total > self.engine.cache.num_usable_pages * self.engine.cache.page_size
         else:
             self.served.append(request)
 
-    @precondition(lambda self: not self.pending)
+    @precondition(lambda self: len(self.engine.in_flight) < MAX_DEPTH)
     @rule()
     def begin(self) -> None:
-        self.pending.append(self.engine.begin())
+        self.engine.begin()
 
-    @precondition(lambda self: self.pending)
-    @rule()
-    def finish_step(self) -> None:
-        schedule, sampled = self.pending.pop()
+    @precondition(lambda self: self.engine.in_flight)
+    @rule(seconds=st.sampled_from([None, 0.01, 1.0]))
+    def book(self, seconds: float | None) -> None:
         before = {r: r.num_tokens for r in self.served}
-        advanced = self.scheduler.update(schedule, sampled)
+        advanced = self.engine.book(seconds=seconds)
         for request, tokens in before.items():
-            assert request.num_tokens - tokens == (request in advanced)
+            assert (request.num_tokens > tokens) == (request in advanced)
 
-    @rule(count=st.integers(1, 6))
-    def run_steps(self, count: int) -> None:
-        if self.pending:
-            self.finish_step()
+    @precondition(lambda self: self.engine.in_flight)
+    @rule(data=st.data())
+    def fail(self, data: st.DataObject) -> None:
+        """The oldest step in flight finds that some of its requests cannot go on."""
+        schedule, sampled = self.engine.in_flight.popleft()
+        doomed = data.draw(st.lists(st.sampled_from([s.request_id for s in schedule.requests]), unique=True))
+        live = {s.request_id for s in schedule.requests if self.scheduler.admission(s.request_id) == s.admission}
+        for advance in self.scheduler.update(schedule, sampled, dict.fromkeys(doomed, "it failed")):
+            if advance.num_tokens == 0:
+                assert advance.request.finish_reason is FinishReason.ERROR
+                self.cut[advance.request] = advance.request.num_tokens
+        assert {r.request_id for r in self.cut if r.error == "it failed"} >= live & set(doomed)
+
+    @precondition(lambda self: self.engine.in_flight)
+    @rule()
+    def crash(self) -> None:
+        """The oldest step in flight raises: it and all behind it are taken back, newest first."""
+        while self.engine.in_flight:
+            schedule, _ = self.engine.in_flight.pop()
+            self.scheduler.retract(schedule)
+
+    @rule(count=st.integers(1, 6), seconds=st.sampled_from([0.1, 5.0]))
+    def run_steps(self, count: int, seconds: float) -> None:
         for _ in range(count):
+            self.engine.clock += seconds
             self.engine.step()
 
     @precondition(lambda self: self.scheduler.requests)
@@ -112,15 +158,15 @@ class RandomTraffic(RuleBasedStateMachine):
         self.engine.cache.check()
         for request in self.served:
             assert request.is_finished != (request.request_id in self.scheduler.requests)
-            assert 0 <= request.num_computed_tokens <= request.num_tokens <= MAX_MODEL_LEN
-        if not self.scheduler.num_running:
+            if not request.is_finished:
+                assert 0 <= request.num_booked_tokens <= request.num_tokens <= MAX_MODEL_LEN
+        if not (self.scheduler.num_running or self.engine.in_flight):
             assert self.engine.cache.usage == 0.0
 
     def teardown(self) -> None:
         if not hasattr(self, "engine"):
             return
-        if self.pending:
-            self.finish_step()
+        self.engine.book_all()
         self.engine.drain(20_000)
         for request in self.served:
             want = undisturbed(request, MAX_MODEL_LEN, EOS)

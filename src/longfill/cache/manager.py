@@ -1,11 +1,13 @@
 """Who owns which pages, and which of them later requests may share.
 
 Imports the pool, the prefix hashes, units and Request. Invariant: pages free, cached (free, but findable) and in use
-add up to the pool, and a page can be found by its hash only once all its tokens are computed.
+add up to the pool, and a page can be found by its hash only once all its tokens are computed. Pages of a request that
+ended while steps in flight may still write them stay in use ("parked") until those steps are booked.
 """
 
 from __future__ import annotations
 
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
@@ -65,6 +67,7 @@ class KVCacheManager:
         self._pool = BlockPool(num_pages)
         self._identity = identity
         self._owned: dict[str, _Owned] = {}
+        self._parked: deque[tuple[int, PageTable]] = deque()  # with the last step that may write them
         # Keyed by the request itself, not by its id: a later request under the same id has other tokens.
         self._chains: WeakKeyDictionary[Request, PrefixHashChain] = WeakKeyDictionary()
         self._published_tokens: dict[PageId, TokenIds] | None = {} if check_token_ids else None
@@ -101,11 +104,24 @@ class KVCacheManager:
             pages.append(page)
         return PrefixHit(pages, len(pages) * self.page_size)
 
+    def num_pages_needed(self, request: Request, num_tokens_total: int, hit: PrefixHit | None = None) -> NumPages:
+        """Pages that leave the free list when `allocate` gets the same arguments."""
+        hit_pages = hit.pages if hit else []
+        return NumPages(
+            self._num_new_pages(request, num_tokens_total, hit_pages) + self._pool.num_free_among(hit_pages)
+        )
+
     def can_allocate(self, request: Request, num_tokens_total: int, hit: PrefixHit | None = None) -> bool:
         """Whether `allocate` with the same arguments would succeed."""
-        hit_pages = hit.pages if hit else []
-        needed = self._num_new_pages(request, num_tokens_total, hit_pages) + self._pool.num_free_among(hit_pages)
-        return needed <= self.num_free_pages
+        return self.num_pages_needed(request, num_tokens_total, hit) <= self.num_free_pages
+
+    @property
+    def num_returning_pages(self) -> NumPages:
+        """Pages that will be free once the steps in flight are booked: parked, and held by nobody else."""
+        if not self._parked:
+            return NumPages(0)
+        holders = Counter(int(page) for _, table in self._parked for page in table.view)
+        return NumPages(sum(self._pool.num_holders(PageId(page)) == count for page, count in holders.items()))
 
     def allocate(self, request: Request, num_tokens_total: int, hit: PrefixHit | None = None) -> bool:
         """Give `request` the pages that its first `num_tokens_total` tokens need, all or none (False).
@@ -125,6 +141,11 @@ class KVCacheManager:
         owned.pages.extend(self._pool.take(self._num_new_pages(request, num_tokens_total, [])))
         return True
 
+    def num_owned_pages(self, request_id: str) -> NumPages:
+        """Pages in a request's table; 0 for one that owns none."""
+        owned = self._owned.get(request_id)
+        return NumPages(len(owned.pages) if owned else 0)
+
     def page_table(self, request_id: str) -> PageTableView:
         """Pages of a request in token order: int64 [pages], a view that stays right while the table grows."""
         return self._owned[request_id].pages.view
@@ -143,12 +164,32 @@ class KVCacheManager:
                 self._published_tokens[page] = self._block_tokens(request, block).copy()
         owned.num_published = max(owned.num_published, num_full)
 
-    def free(self, request_id: str) -> None:
-        """Let go of a request's pages; published ones stay findable until reused. Fine for one that owns none."""
+    def free(self, request_id: str, *, busy_until: int | None = None) -> None:
+        """Let go of a request's pages; published ones stay findable until reused. Fine for one that owns none.
+
+        `busy_until` is the last step in flight that may write them: they are parked until `settle` has passed it.
+        """
         owned = self._owned.pop(request_id, None)
-        if owned is not None:
-            # Tail before head: the end of a prefix is worth less than its beginning.
-            self._pool.release(PageId(page) for page in owned.pages.view[::-1].tolist())
+        if owned is None:
+            return
+        if busy_until is None:
+            self._release(owned.pages)
+        else:
+            self._parked.append((busy_until, owned.pages))
+
+    def settle(self, oldest_in_flight: int | None) -> None:
+        """Free what was parked for steps before `oldest_in_flight` (None: no step is in flight)."""
+        kept: deque[tuple[int, PageTable]] = deque()
+        for busy_until, pages in self._parked:
+            if oldest_in_flight is None or busy_until < oldest_in_flight:
+                self._release(pages)
+            else:
+                kept.append((busy_until, pages))
+        self._parked = kept
+
+    def _release(self, pages: PageTable) -> None:
+        # Tail before head: the end of a prefix is worth less than its beginning.
+        self._pool.release(PageId(page) for page in pages.view[::-1].tolist())
 
     def reset_prefix_cache(self) -> bool:
         """Forget every cached prefix; refused (False) while any request holds pages."""
@@ -157,14 +198,13 @@ class KVCacheManager:
     def check(self) -> None:
         """Assert that free + cached + in use = total, and that every page is where its owners think it is."""
         holders = np.zeros(self._pool.num_pages, dtype=np.int64)
-        for owned in self._owned.values():
-            assert np.unique(owned.pages.view).size == len(owned.pages), "a page stands twice in one table"
-            np.add.at(holders, owned.pages.view, 1)
+        for table in [*(owned.pages for owned in self._owned.values()), *(table for _, table in self._parked)]:
+            assert np.unique(table.view).size == len(table), "a page stands twice in one table"
+            np.add.at(holders, table.view, 1)
         self._pool.check(holders.tolist())
 
     def _num_new_pages(self, request: Request, num_tokens_total: int, hit_pages: list[PageId]) -> NumPages:
-        owned = self._owned.get(request.request_id)
-        num_owned = (len(owned.pages) if owned else 0) + len(hit_pages)
+        num_owned = self.num_owned_pages(request.request_id) + len(hit_pages)
         return NumPages(max(0, pages_for(num_tokens_total, self.page_size) - num_owned))
 
     def _chain(self, request: Request) -> PrefixHashChain:

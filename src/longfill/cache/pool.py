@@ -54,6 +54,10 @@ class BlockPool:
         """How many of `pages` are free, and so leave the free list when they are held."""
         return NumPages(sum(self._ref_count[page] == 0 for page in pages))
 
+    def num_holders(self, page: PageId) -> int:
+        """Page tables that the page stands in."""
+        return self._ref_count[page]
+
     def take(self, count: NumPages) -> list[PageId]:
         """Hold `count` free pages, next in the order of reuse; their old content can no longer be found.
 

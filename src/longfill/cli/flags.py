@@ -18,6 +18,11 @@ from longfill.config import EngineArgs, choices_of, flag_name
 from longfill.errors import ConfigError
 
 PANEL = "Engine"
+_JSON = {
+    "hf_overrides": '{"index_topk": 64}',
+    "speculative_config": '{"method": "mtp", "num_speculative_tokens": 2}',
+}
+"""Knobs that are JSON on the command line, each with an example."""
 
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON value on stdout, everything else on stderr")]
 _MODEL = inspect.Parameter(
@@ -46,7 +51,8 @@ def engine_flags(*, positional_model: bool = True, **helps: str) -> Callable[[Ca
             knobs = {f.name: values.pop(f.name) for f in dataclasses.fields(EngineArgs)}
             if positional_model:
                 knobs["model"] = _merge_models(values.pop(_MODEL.name), knobs["model"])
-            knobs["hf_overrides"] = _json_object("hf_overrides", knobs["hf_overrides"])
+            for knob, example in _JSON.items():
+                knobs[knob] = _json_object(knob, knobs[knob], example)
             return command(engine=EngineArgs(**knobs), **values)
 
         wrapper.__name__ = command.__name__
@@ -93,10 +99,10 @@ def _knob_parameters(helps: Mapping[str, str]) -> list[inspect.Parameter]:
 
 
 def _flag_type(hint: Any) -> type:
-    """bool and int stay; names, choices and JSON are text on the command line (`EngineArgs` checks the values)."""
+    """bool and numbers stay; names, choices and JSON are text on the command line (`EngineArgs` checks the values)."""
     kinds = [kind for kind in (get_args(hint) or (hint,)) if kind is not type(None)]
-    if get_origin(hint) is not Literal and kinds[0] in (bool, int):
-        return bool if kinds[0] is bool else int
+    if get_origin(hint) is not Literal and kinds[0] in (bool, int, float):
+        return {bool: bool, int: int, float: float}[kinds[0]]
     return str
 
 
@@ -105,7 +111,9 @@ def _metavar(knob: str, kind: type) -> str | None:
         return None
     if choices_of(knob):
         return "[" + "|".join(choices_of(knob)) + "]"
-    return {"hf_overrides": "JSON", "memory_budget": "SIZE"}.get(knob, "N" if kind is int else "TEXT")
+    if knob in _JSON:
+        return "JSON"
+    return "SIZE" if knob == "memory_budget" else {int: "N", float: "X"}.get(kind, "TEXT")
 
 
 def _help_text(knob: dataclasses.Field[Any]) -> str:
@@ -131,7 +139,7 @@ def _merge_models(positional: str | None, flag: str | None) -> str:
     return positional
 
 
-def _json_object(knob: str, text: str | None) -> dict[str, Any] | None:
+def _json_object(knob: str, text: str | None, example: str) -> dict[str, Any] | None:
     if text is None:
         return None
     try:
@@ -139,5 +147,5 @@ def _json_object(knob: str, text: str | None) -> dict[str, Any] | None:
     except json.JSONDecodeError as error:
         raise ConfigError(f"{flag_name(knob)}: not valid JSON: {error}") from None
     if not isinstance(value, dict):
-        raise ConfigError(f'{flag_name(knob)}: expected a JSON object such as {{"index_topk": 64}}, got {text!r}')
+        raise ConfigError(f"{flag_name(knob)}: expected a JSON object such as {example}, got {text!r}")
     return value

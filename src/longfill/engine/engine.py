@@ -17,20 +17,20 @@ from longfill import compatibility
 from longfill.cache import KVCacheManager
 from longfill.cache.prefix import PrefixIdentity
 from longfill.config import EngineArgs
+from longfill.engine.compute import StepComputer, StepOutcome
 from longfill.engine.fanout import Fanout
 from longfill.engine.live import LiveRequest
+from longfill.engine.pipeline import Computed, StepPipeline
 from longfill.engine.stats import EngineStats, StepStats
 from longfill.engine.tokenizer import Tokenizer
 from longfill.errors import ConfigError, RequestError
-from longfill.kernels.interface import ScreenCounts
 from longfill.models.config import ModelConfig
 from longfill.models.hub import resolve_model, weights_revision
-from longfill.partition import StepPlan, StepRequest
 from longfill.request import FinishReason, Request, RequestOutput, SamplingParams, TokenIds
-from longfill.scheduler import Schedule, Scheduler
+from longfill.scheduler import Advance, Scheduler, scheduler_config
 from longfill.units import NumPages
 from longfill.worker.sampler import request_seed, validate
-from longfill.worker.worker import StepResult, Worker
+from longfill.worker.worker import Worker
 
 
 class LLMEngine:
@@ -58,15 +58,18 @@ class LLMEngine:
         )
         self.scheduler = Scheduler(
             self.cache,
-            max_model_len=self.worker.memory.max_model_len,
-            max_num_batched_tokens=args.max_num_batched_tokens,
-            max_num_seqs=args.max_num_seqs,
-            eos_token_ids=self._eos_token_ids(),
+            scheduler_config(args, max_model_len=self.worker.memory.max_model_len, eos_token_ids=self._eos_token_ids()),
         )
         self.stats = EngineStats()
         self.last_step: StepStats | None = None
         self._live: dict[str, LiveRequest] = {}
         self._fanout = Fanout(self._queue, self._live, at_once=not args.enable_prefix_caching)
+        self._pipeline = StepPipeline(
+            StepComputer(self.worker, self.scheduler, self._live, split_mixed_batch=args.split_mixed_batch),
+            args.steps_in_flight,
+        )
+        self._computed_until = self._booked_until = 0.0
+        self._preempted: tuple[str, ...] = ()
         self._ordinal = 0
         self._process = psutil.Process()
 
@@ -116,7 +119,7 @@ class LLMEngine:
             seed,
             self.tokenizer,
             digest=self.args.digest,
-            eos_token_ids=self.scheduler.eos_token_ids,
+            eos_token_ids=self.scheduler.config.eos_token_ids,
             vocab_size=self.model_config.vocab_size,
         )
 
@@ -130,106 +133,131 @@ class LLMEngine:
         return None if live is None else live.output()
 
     def step(self) -> list[RequestOutput]:
-        """Run one step; returns an output for every request that got a token or ended in it."""
-        start = time.perf_counter()
-        schedule, preempted = self._schedule()
-        if not schedule.requests:
+        """Advance by one step; returns an output for every request that got a token or ended in it.
+
+        With `--async-scheduling` that step was scheduled earlier, and others are on their way behind it.
+        """
+        began = time.perf_counter()
+        outputs = self._schedule()
+        if not self._pipeline:
             self.last_step = None
-            return []
-        progress: dict[str, tuple[int, int]] = {}
-        for scheduled in schedule.requests:
-            live = self._live[scheduled.request_id]
-            live.scheduled()
-            progress[scheduled.request_id] = (scheduled.start + scheduled.num_tokens, live.request.num_tokens)
+            return self._fanout.deliver(outputs)
+        scheduled = time.perf_counter()
         try:
-            plan = self._plan(schedule)
-            inputs = [self._live[r.request_id].sample_input() for r in plan.requests if r.samples]
-            result = self.worker.execute(plan, inputs)
+            computed = self._pipeline.wait()
         except BaseException:
             # The ledger counts these tokens as computed already; their pages were never written.
-            self.scheduler.retract(schedule)
+            for schedule in self._pipeline.cancel():
+                self.scheduler.retract(schedule)
             raise
-        tokens = {request_id: token.token_id for request_id, token in result.sampled.items()}
-        advanced = self.scheduler.update(schedule, tokens, result.failed)
-        outputs = [self._deliver(request, result) for request in advanced]
-        seconds = result.seconds | {"step": time.perf_counter() - start}
-        self._record(schedule, plan, result.screen, seconds, progress, preempted)
+        waited = time.perf_counter()
+        schedule, outcome = computed.schedule, computed.result
+        advanced = self.scheduler.update(
+            schedule, outcome.token_ids, outcome.failed, seconds=computed.ended - computed.began
+        )
+        progress = {
+            scheduled.request_id: (live.request.num_booked_tokens, live.request.num_tokens)
+            for scheduled in schedule.requests
+            if (live := self._live.get(scheduled.request_id)) is not None
+        }
+        outputs += [self._deliver(advance, outcome) for advance in advanced]
+        ended = time.perf_counter()
+        host = {"schedule": scheduled - began, "update": ended - waited, "wait": waited - scheduled}
+        self._record(computed, host, progress, ended)
         return self._fanout.deliver(outputs)
 
-    def _schedule(self) -> tuple[Schedule, tuple[str, ...]]:
-        """The next schedule with work in it. A step may do nothing but preempt; the one after it can admit again."""
-        preempted: tuple[str, ...] = ()
-        while True:
+    def close(self) -> None:
+        """End the worker's thread; the engine takes no further step."""
+        self._pipeline.close()
+
+    def _schedule(self) -> list[RequestOutput]:
+        """Submit steps until enough are in flight; returns what the scheduler ended.
+
+        A step may do nothing but preempt; the one after it can admit again.
+        """
+        outputs: list[RequestOutput] = []
+        while not self._pipeline.is_full:
             schedule = self.scheduler.schedule()
-            preempted += schedule.preempted
-            if schedule.requests or not schedule.preempted:
-                return schedule, preempted
+            outputs += [self._live.pop(request.request_id).output() for request in schedule.stalled]
+            self._preempted += schedule.preempted
+            if schedule.requests:
+                for scheduled in schedule.requests:
+                    self._live[scheduled.request_id].scheduled()
+                self._pipeline.submit(schedule)
+            elif not schedule.preempted:
+                break
+        return outputs
 
-    def _plan(self, schedule: Schedule) -> StepPlan:
-        return self.worker.plan(
-            [
-                StepRequest(r.request_id, r.start, r.num_tokens, r.page_table, r.token_ids, r.samples)
-                for r in schedule.requests
-            ]
-        )
-
-    def _deliver(self, request: Request, result: StepResult) -> RequestOutput:
-        """Hand a request its new token, or the reason why it failed; a stop string may end it here."""
+    def _deliver(self, advance: Advance, outcome: StepOutcome) -> RequestOutput:
+        """Hand a request its new tokens, or the reason why it failed; a stop string may end it here."""
+        request = advance.request
         live = self._live[request.request_id]
-        if request.request_id in result.failed:
-            live.error = result.failed[request.request_id]
-            del self._live[request.request_id]
-            return live.output()
-        token = result.sampled[request.request_id]
-        # Sampled stop tokens (eos among them) are no text, as in vLLM.
-        hidden = request.finish_reason is FinishReason.STOP and not request.params.include_stop_str_in_output
-        stop = live.append(token, result.logits[request.request_id], hidden=hidden)
-        if stop is not None:
-            self.scheduler.finish(request.request_id, FinishReason.STOP, stop)
-            request.finish_reason, request.stop_reason = FinishReason.STOP, stop
+        if advance.num_tokens:
+            self._append(live, advance.num_tokens, outcome)
         if request.is_finished:
             del self._live[request.request_id]
         return live.output()
 
+    def _append(self, live: LiveRequest, num_tokens: int, outcome: StepOutcome) -> None:
+        """Give a request the first tokens of what it sampled, up to a stop string."""
+        request, before = live.request, live.request.num_output_tokens - num_tokens
+        sampled, logits = outcome.sampled[request.request_id], outcome.logits[request.request_id]
+        for index, token in enumerate(sampled[:num_tokens]):
+            # Sampled stop tokens (eos among them) are no text, as in vLLM.
+            ends = request.finish_reason is FinishReason.STOP and index == num_tokens - 1
+            stop = live.append(token, logits[index], hidden=ends and not request.params.include_stop_str_in_output)
+            if stop is not None:
+                request.drop_outputs_after(before + index + 1)
+                self.scheduler.finish(request.request_id, FinishReason.STOP, stop)
+                request.finish_reason, request.stop_reason = FinishReason.STOP, stop
+                return
+
     def _record(
         self,
-        schedule: Schedule,
-        plan: StepPlan,
-        screen: ScreenCounts,
-        seconds: dict[str, float],
+        computed: Computed[StepOutcome],
+        host: dict[str, float],
         progress: dict[str, tuple[int, int]],
-        preempted: tuple[str, ...],
+        ended: float,
     ) -> None:
+        outcome = computed.result
         full = len(self.model_config.full_indexer_layers)
         layers = self.model_config.num_layers if self.worker.kernels.use_workspace else 0
+        seconds = outcome.seconds | host
+        seconds["compute"] = computed.ended - computed.began
+        seconds["idle"] = max(0.0, computed.began - max(computed.submitted - host["schedule"], self._computed_until))
+        seconds["step"] = ended - max(computed.submitted - host["schedule"], self._booked_until)
+        self._computed_until, self._booked_until = computed.ended, ended
         step = StepStats(
-            step=schedule.step,
-            num_tokens=schedule.num_tokens,
+            step=computed.schedule.step,
+            num_tokens=sum(plan.token_ids.size for plan in outcome.plans),
             num_running=self.scheduler.num_running,
             num_waiting=self.scheduler.num_waiting,
             pages_used=self.cache.num_usable_pages - self.cache.num_free_pages,
             pages_total=self.cache.num_usable_pages,
-            indexer_chunks=full * len(plan.indexer_chunks),
-            scored_pairs=full * plan.scored_pairs,
-            screened_pairs=screen.screened,
-            screen_survivors=screen.survivors,
-            gathered_rows=layers * plan.gathered_rows,
+            indexer_chunks=full * sum(len(plan.indexer_chunks) for plan in outcome.plans),
+            scored_pairs=full * sum(plan.scored_pairs for plan in outcome.plans),
+            screened_pairs=outcome.screen.screened,
+            screen_survivors=outcome.screen.survivors,
+            gathered_rows=layers * sum(plan.gathered_rows for plan in outcome.plans),
+            spec=outcome.spec,
             seconds=seconds,
             progress=progress,
-            preempted=preempted,
+            preempted=self._preempted,
             rss_bytes=self._process.memory_info().rss,
         )
+        self._preempted = ()
         self.stats.add(step)
         self.last_step = step
 
     def _identity(self, folder: Path) -> PrefixIdentity:
         layout = self.worker.layout
+        drafts = "/draft" if layout.num_layers > self.model_config.num_layers else ""
         overrides = json.dumps(dict(self.args.hf_overrides or {}), sort_keys=True)
         return PrefixIdentity(
             model=self.model_config.model_type,
             revision=f"{weights_revision(folder)} {overrides}",
             dtype=self.model_config.dtype,
-            cache_format=f"{layout.latent_format}/{layout.index_format}/{layout.page_size}",
+            cache_format=f"{layout.latent_format}/{layout.index_format}/{layout.page_size}{drafts}",
             rope=dataclasses.asdict(self.model_config.rope),
         )
 

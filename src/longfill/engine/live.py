@@ -35,7 +35,6 @@ class LiveRequest:
         vocab_size: int,
     ) -> None:
         self.request = request
-        self.error: str | None = None
         self._prompt = prompt
         self._seed = seed
         # A tokenizer may know tokens that the model has no logits for.
@@ -50,17 +49,16 @@ class LiveRequest:
         self._cumulative_logprob = 0.0
         self._metrics = RequestMetrics(arrival_time=request.arrival_time)
 
-    def sample_input(self) -> SampleInput:
-        """What its next token depends on besides the logits."""
+    def sample_input(self, position: int) -> SampleInput:
+        """What the token at a position of the sequence depends on besides the logits."""
         request = self.request
         if self._history is None and request.params.has_penalties:
-            prompt = request.token_ids[: request.num_prompt_tokens]
-            self._history = TokenHistory(prompt, self._vocab_size, request.output_token_ids.tolist())
+            self._history = TokenHistory(request.token_ids[: request.num_prompt_tokens], self._vocab_size)
         return SampleInput(
             request.request_id,
             request.params,
             self._seed,
-            request.num_output_tokens,
+            position - request.num_prompt_tokens,
             self._stop_token_ids,
             self._history,
         )
@@ -100,7 +98,7 @@ class LiveRequest:
             text="" if self._detokenizer is None else self._detokenizer.text,
             token_ids=request.output_token_ids.tolist(),
             finish_reason=None if request.finish_reason is None else request.finish_reason.value,
-            stop_reason=self.error if request.finish_reason is FinishReason.ERROR else request.stop_reason,
+            stop_reason=request.error if request.finish_reason is FinishReason.ERROR else request.stop_reason,
             logprobs=self._logprobs,
             cumulative_logprob=None if self._logprobs is None else self._cumulative_logprob,
         )

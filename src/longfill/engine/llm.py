@@ -114,9 +114,9 @@ class LLM:
         while self.engine.has_unfinished_requests:
             outputs = self.engine.step()
             done.update({output.request_id: output for output in outputs if output.finished})
-            if self.engine.last_step is None:
+            if self.engine.last_step is None and not outputs:
                 raise CapacityError("no request can be scheduled and nothing runs: the KV pool is held from outside")
-            if on_step is not None:
+            if on_step is not None and self.engine.last_step is not None:
                 on_step(self.engine.last_step)
         return done
 

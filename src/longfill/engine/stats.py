@@ -8,6 +8,52 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 
+@dataclass
+class SpecDecodingStats:
+    """What became of drafts; vLLM's names. A draft is what one request brings to one step."""
+
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
+    """By place in the draft, from 0."""
+
+    def observe(self, drafted: int, accepted: int) -> None:
+        """Count one draft of `drafted` tokens, of which the first `accepted` were right."""
+        self.num_drafts += 1
+        self.num_draft_tokens += drafted
+        self.num_accepted_tokens += accepted
+        missing = drafted - len(self.num_accepted_tokens_per_pos)
+        self.num_accepted_tokens_per_pos += [0] * missing
+        for place in range(accepted):
+            self.num_accepted_tokens_per_pos[place] += 1
+
+    def add(self, other: SpecDecodingStats) -> None:
+        """Count what `other` counted."""
+        self.num_drafts += other.num_drafts
+        self.num_draft_tokens += other.num_draft_tokens
+        self.num_accepted_tokens += other.num_accepted_tokens
+        mine, theirs = self.num_accepted_tokens_per_pos, other.num_accepted_tokens_per_pos
+        mine += [0] * (len(theirs) - len(mine))
+        for place, count in enumerate(theirs):
+            mine[place] += count
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        """Share of the draft tokens that were accepted; None before the first draft."""
+        return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else None
+
+    @property
+    def mean_acceptance_length(self) -> float | None:
+        """Tokens that a step with a draft brought on average, its own one included."""
+        return 1 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else None
+
+    @property
+    def acceptance_per_position(self) -> list[float]:
+        """Share of the drafts whose token at each place was accepted."""
+        return [count / self.num_drafts for count in self.num_accepted_tokens_per_pos]
+
+
 @dataclass(frozen=True)
 class StepStats:
     """One executed step. Counts of chunks, pairs and rows are over all layers that do that work."""
@@ -29,8 +75,12 @@ class StepStats:
     """Of those, pairs that were scored exactly all the same."""
     gathered_rows: int
     """Latent rows copied into the workspace, over all layers; 0 where pages are read directly."""
+    spec: SpecDecodingStats
+    """What became of the drafts that the step verified."""
     seconds: dict[str, float]
-    """Stage -> seconds; "step" is the whole."""
+    """Stage -> seconds. "step" is what it added to the time that has passed, "compute" what the worker took; the host's
+    part is "schedule" and "update", and "wait" what it waited for the worker; "idle" is what the worker waited before
+    it. With steps in flight host and worker overlap, so that these do not add up to "step"."""
     progress: dict[str, tuple[int, int]]
     """Request id -> (num_computed_tokens, num_tokens), for every request of the step."""
     preempted: tuple[str, ...]
@@ -50,6 +100,7 @@ class EngineStats:
     screen_survivors: int = 0
     gathered_rows: int = 0
     preemptions: int = 0
+    spec: SpecDecodingStats = field(default_factory=SpecDecodingStats)
     seconds: dict[str, float] = field(default_factory=dict)
 
     def add(self, step: StepStats) -> None:
@@ -62,5 +113,6 @@ class EngineStats:
         self.screen_survivors += step.screen_survivors
         self.gathered_rows += step.gathered_rows
         self.preemptions += len(step.preempted)
+        self.spec.add(step.spec)
         for stage, seconds in step.seconds.items():
             self.seconds[stage] = self.seconds.get(stage, 0.0) + seconds

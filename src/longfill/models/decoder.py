@@ -1,4 +1,4 @@
-"""The model, top to bottom: embedding, layers of MLA + indexer + MLP or MoE, final norm, sampled rows' logits.
+"""The model, top to bottom: embedding, layers of MLA + indexer + MLP or MoE, final norm, head.
 
 May import kernels and the files of `models/`. Invariant: what a row computes is a function of its own tokens and
 position; `StepRows` only says which rows are in the call.
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -58,21 +58,33 @@ class Decoder:
         self._kept: dict[str, Tensor] = {}
         self._choice = expert_choice(config.moe) if config.moe is not None else None
 
-    def forward(self, rows: StepRows) -> Tensor:
-        """Run one step: writes both caches, returns fp32 logits [S, vocabulary] of the sampled rows."""
+    def forward(self, rows: StepRows, *, all_rows: bool = False) -> Tensor:
+        """Run one step, which writes both caches; returns hidden states behind the final norm.
+
+        [S, C] of the sampled rows, or with `all_rows` [T, C] of every one.
+        """
         self.seconds = {}
         self.screen_counts = ScreenCounts()
         hidden_TC = F.embedding(rows.token_ids_T, self.weights.embed)
+        self.run_layers(0, self.weights.layers, hidden_TC, rows)
+        with self._timed("head"):
+            kept = hidden_TC if all_rows else hidden_TC[rows.sample_rows_S]
+            return self.backend.rms_norm(kept, self.weights.norm, self.config.rms_norm_eps)
+
+    def logits(self, hidden_SC: Tensor) -> Tensor:
+        """fp32 [S, vocabulary] of rows that `forward` gave."""
+        with self._timed("head"):
+            return self.backend.linear(hidden_SC, self.weights.lm_head).float()
+
+    def run_layers(self, first: int, layers: Sequence[LayerWeights], hidden_TC: Tensor, rows: StepRows) -> None:
+        """Take the residual stream `hidden_TC` of a step's rows, in place, through layers `first`, `first` + 1..."""
         cos_TF, sin_TF = rope_tables(self.config.rope, rows.positions_T)
         blocks = rows.blocks(self.block_rows)
         self.attend.begin(rows.num_rows)
-        for index, layer in enumerate(self.weights.layers):
+        for index, layer in enumerate(layers, first):
             self._attention(index, layer, hidden_TC, rows, blocks, cos_TF, sin_TF)
             with self._timed("mlp"):
                 self._feed_forward(layer, hidden_TC, blocks)
-        with self._timed("head"):
-            last_SC = self.backend.rms_norm(hidden_TC[rows.sample_rows_S], self.weights.norm, self.config.rms_norm_eps)
-            return self.backend.linear(last_SC, self.weights.lm_head).float()
 
     def _feed_forward(self, layer: LayerWeights, hidden_TC: Tensor, blocks: Blocks) -> None:
         """hidden += mlp(norm(hidden)). Experts take all rows at once, so that each one's weights are read once."""

@@ -38,17 +38,21 @@ _ROTARY_BUFFERS = r".*\.rotary_emb\.inv_freq"
 """Old checkpoints store this derived table; the engine computes it from the config."""
 
 
-def load_model(folder: str | Path, config: ModelConfig, dtype: torch.dtype, backend: Backend) -> ModelWeights:
+def load_model(
+    folder: str | Path, config: ModelConfig, dtype: torch.dtype, backend: Backend, *, mtp: bool = False
+) -> ModelWeights:
     """The weights of `folder`'s safetensors, in `dtype` but for fp8 weights (as stored) and what must be float32.
 
+    `mtp`: with the draft layer behind the last one, of which the config announces one.
+
     Raises `ModelError` that names tensor, file and both shapes where the checkpoint and the config do not fit, for an
-    fp8 weight without a fitting scale, and for a tensor that would be left unused. Tolerated on purpose, with one log
-    line each: indexer weights of layers that the config marks shared, and a config that announces MTP layers which the
-    checkpoint does not hold.
+    fp8 weight without a fitting scale, and for a tensor that would be left unused. Left unused on purpose: draft layers
+    that the config announces, without `mtp`, and, with a line in the log, indexer weights of layers that the config
+    marks shared.
     """
     checkpoint = Checkpoint.open(folder)
-    weights = _Loader(checkpoint, config, dtype, backend).model()
-    skipped = checkpoint.finish((_ROTARY_BUFFERS, *_shared_indexers(config)))
+    weights = _Loader(checkpoint, config, dtype, backend).model(mtp=mtp)
+    skipped = checkpoint.finish((_ROTARY_BUFFERS, *_spare(config, mtp=mtp)))
     unused_indexers = [name for name in skipped if ".indexer." in name]
     if unused_indexers:
         logger.warning(
@@ -60,13 +64,15 @@ def load_model(folder: str | Path, config: ModelConfig, dtype: torch.dtype, back
     return weights
 
 
-def weight_bytes(folder: str | Path, config: ModelConfig, dtype: torch.dtype, backend: Backend) -> int:
+def weight_bytes(
+    folder: str | Path, config: ModelConfig, dtype: torch.dtype, backend: Backend, *, mtp: bool = False
+) -> int:
     """Bytes that the weights of `folder` take once loaded in `dtype`, from the files' headers alone.
 
     fp8 weights stay as stored, with float32 scales, but for kv_b, which is kept dequantised for the absorbed form.
-    Indexers of layers that share another's selection are not loaded.
+    Indexers of layers that share another's selection are not loaded, nor are draft layers unless `mtp`.
     """
-    spare = re.compile("|".join(_shared_indexers(config)) or "(?!)")
+    spare = re.compile("|".join(_spare(config, mtp=mtp)) or "(?!)")
     stored = [entry for shard in Checkpoint.open(folder).shards for entry in shard.tensors.values()]
     entries = [entry for entry in stored if not spare.fullmatch(entry.name)]
     return sum(_entry_bytes(entry, config, dtype, backend) for entry in entries) + _tied_bytes(
@@ -103,10 +109,15 @@ def _tied_bytes(entries: list[TensorEntry], config: ModelConfig, dtype: torch.dt
     return backend.packed_bytes(config.vocab_size, config.hidden_size, dtype)
 
 
-def _shared_indexers(config: ModelConfig) -> list[str]:
-    """Sharing may be asked of a model that was trained without it, so its spare indexers are no mismatch."""
+def _spare(config: ModelConfig, *, mtp: bool) -> list[str]:
+    """Patterns of stored tensors that are not loaded: indexers of shared layers, and draft layers unless `mtp`.
+
+    Sharing may be asked of a model that was trained without it, so its spare indexers are no mismatch.
+    """
     types = config.indexer.types if config.indexer else ()
-    return [rf"model\.layers\.{i}\.self_attn\.indexer\..*" for i, kind in enumerate(types) if kind == "shared"]
+    spare = [rf"model\.layers\.{i}\.self_attn\.indexer\..*" for i, kind in enumerate(types) if kind == "shared"]
+    drafts = 0 if mtp else config.num_mtp_layers
+    return spare + [rf"model\.layers\.{config.num_layers + i}\..*" for i in range(drafts)]
 
 
 class _Loader:
@@ -118,13 +129,15 @@ class _Loader:
         self.dtype = dtype
         self.backend = backend
 
-    def model(self) -> ModelWeights:
+    def model(self, *, mtp: bool) -> ModelWeights:
         c = self.config
+        if mtp:
+            self.check_mtp()
         embed = self.plain("model.embed_tokens.weight", c.vocab_size, c.hidden_size)
         lm_head = self.lm_head(embed)
         layers = tuple(self.layer(i, is_moe=c.moe_layers[i], has_indexer=self.is_full(i)) for i in range(c.num_layers))
         norm = self.plain("model.norm.weight", c.hidden_size)
-        return ModelWeights(embed, layers, norm, lm_head, self.mtp(embed, lm_head))
+        return ModelWeights(embed, layers, norm, lm_head, self.mtp(embed, lm_head) if mtp else None)
 
     def is_full(self, layer: int) -> bool:
         indexer = self.config.indexer
@@ -264,23 +277,25 @@ class _Loader:
         self.copied(f"{prefix}.gate_up_proj", f"{prefix}.down_proj")
         return experts
 
-    def mtp(self, embed: Tensor, lm_head: Linear) -> tuple[MtpWeights, ...]:
-        """The draft layers behind the last one; none where the checkpoint was published without them."""
-        first, count = self.config.num_layers, self.config.num_mtp_layers
-        if count and f"model.layers.{first}.eh_proj.weight" not in self.checkpoint:
-            logger.info("%s: no multi-token-prediction layer is stored; the model runs without", self.checkpoint.folder)
-            return ()
-        return tuple(self.mtp_layer(first + i, embed, lm_head) for i in range(count))
+    def check_mtp(self) -> None:
+        """A checkpoint may have been published without its draft layer: better to say so before much is read."""
+        name = f"model.layers.{self.config.num_layers}.eh_proj.weight"
+        if name not in self.checkpoint:
+            raise ModelError(
+                f"{self.checkpoint.folder}: config.json announces a draft layer, but none is stored ({name} is "
+                "missing); drop --speculative-config, or take a checkpoint that has one"
+            )
 
-    def mtp_layer(self, index: int, embed: Tensor, lm_head: Linear) -> MtpWeights:
-        c, prefix = self.config, f"model.layers.{index}"
+    def mtp(self, embed: Tensor, lm_head: Linear) -> MtpWeights:
+        """The draft layer behind the last one."""
+        c, prefix = self.config, f"model.layers.{self.config.num_layers}"
         own_embed, own_head = f"{prefix}.embed_tokens.weight", f"{prefix}.shared_head.head"
         return MtpWeights(
             embed=self.plain(own_embed, c.vocab_size, c.hidden_size) if own_embed in self.checkpoint else embed,
             enorm=self.plain(f"{prefix}.enorm.weight", c.hidden_size),
             hnorm=self.plain(f"{prefix}.hnorm.weight", c.hidden_size),
             eh_proj=self.linear(f"{prefix}.eh_proj", c.hidden_size, 2 * c.hidden_size),
-            layer=self.layer(index, is_moe=c.moe is not None, has_indexer=c.indexer is not None),
+            layer=self.layer(c.num_layers, is_moe=c.moe is not None, has_indexer=c.indexer is not None),
             head_norm=self.plain(f"{prefix}.shared_head.norm.weight", c.hidden_size),
             head=self.linear(own_head, c.vocab_size, c.hidden_size)
             if f"{own_head}.weight" in self.checkpoint

@@ -88,7 +88,7 @@ class LayerWeights(_Weights):
 
 @dataclass(frozen=True)
 class MtpWeights(_Weights):
-    """One multi-token-prediction layer: drafts from the last hidden state and the next token's embedding."""
+    """The multi-token-prediction layer: drafts from a hidden state and the next token's embedding."""
 
     embed: Tensor  # [S, C]
     enorm: Tensor  # [C]
@@ -101,10 +101,10 @@ class MtpWeights(_Weights):
 
 @dataclass(frozen=True)
 class ModelWeights(_Weights):
-    """A whole model. A tied head's weight is `embed` itself."""
+    """A whole model. A tied head's weight is `embed` itself; `mtp` is None unless drafts are wanted."""
 
     embed: Tensor  # [S, C]
     layers: tuple[LayerWeights, ...]
     norm: Tensor  # [C]
     lm_head: Linear  # [S, C]
-    mtp: tuple[MtpWeights, ...] = ()
+    mtp: MtpWeights | None = None

@@ -29,7 +29,13 @@ class StepRequest:
     token_ids: Int64Array
     """int64 [query_len]: the tokens of this step."""
     samples: bool
-    """Whether the next token is sampled from its last row."""
+    """Whether tokens are sampled from its last `1 + num_drafts` rows."""
+    num_drafts: int = 0
+    """Of these rows, the last ones, whose tokens are drafts to verify; 0 unless it samples."""
+    next_token_id: int = -1
+    """The token at position `seq_len` where nothing is sampled, which a draft layer needs; else -1."""
+    admission: int = 0
+    """The scheduler's serial number of the request's admission, under which the worker keeps what it alone knows."""
 
     @property
     def seq_len(self) -> int:
@@ -42,7 +48,7 @@ class StepPlan:
     """What one step computes. R requests, T rows (tokens); rows stand request after request, by position."""
 
     requests: tuple[StepRequest, ...]
-    """One-token requests first, else in the order they were scheduled."""
+    """Those with one row beside their drafts first, else in the order they were scheduled."""
     query_starts: Int64Array
     """int64 [R+1]: first row of each request, then T."""
     token_ids: Int64Array
@@ -60,7 +66,9 @@ class StepPlan:
     workspace_chunks: tuple[range, ...]
     """Ranges into `scored`: requests whose contexts are gathered together."""
     sample_rows: Int64Array
-    """int64 [S]: last row of each request that samples, in order of `requests`."""
+    """int64 [S]: the last `1 + num_drafts` rows of each request that samples, in order of `requests`."""
+    sample_starts: Int64Array
+    """int64 [requests that sample + 1]: where each one's part of `sample_rows` begins, then S."""
     scored_pairs: int
     """(query, key) pairs that one full-indexer layer scores."""
     gathered_rows: int
@@ -82,9 +90,10 @@ def plan_step(
     and bytes, are those of `indexer_chunks` and `workspace_chunks`.
 
     Raises ValueError, naming the request, for a request without tokens, one whose token ids do not match its length,
-    or a position without a page; CapacityError for a context longer than the workspace.
+    drafts without a row before them to sample from, or a position without a page; CapacityError for a context longer
+    than the workspace.
     """
-    ordered = tuple(sorted(requests, key=lambda r: r.query_len > 1))
+    ordered = tuple(sorted(requests, key=lambda r: r.query_len - r.num_drafts > 1))
     for request in ordered:
         _check(request, page_size)
     query_lens = np.array([r.query_len for r in ordered], dtype=np.int64)
@@ -92,7 +101,8 @@ def plan_step(
     seq_lens = starts + query_lens
     query_starts = row_starts(query_lens)
     positions = row_positions(query_lens, seq_lens)
-    samples = np.array([r.samples for r in ordered], dtype=np.bool_)
+    sampled_lens = np.array([1 + r.num_drafts for r in ordered if r.samples], dtype=np.int64)
+    sampled_ends = query_starts[1:][np.array([r.samples for r in ordered], dtype=np.bool_)]
 
     dense_rows = query_lens if topk is None else np.clip(topk - starts, 0, query_lens)
     scored_lens = query_lens - dense_rows
@@ -116,7 +126,8 @@ def plan_step(
             )
         ),
         workspace_chunks=tuple(workspace_chunks(contexts, workspace_rows)),
-        sample_rows=query_starts[1:][samples] - 1,
+        sample_rows=row_positions(sampled_lens, sampled_ends),
+        sample_starts=row_starts(sampled_lens),
         scored_pairs=int((contexts * (contexts + 1) - unscored * (unscored + 1)).sum()) // 2,
         gathered_rows=int(contexts.sum()),
     )
@@ -128,6 +139,10 @@ def _check(request: StepRequest, page_size: int) -> None:
         raise ValueError(f"{where}query_len is {request.query_len}; a scheduled request has at least one token")
     if request.token_ids.shape != (request.query_len,):
         raise ValueError(f"{where}token_ids has shape {request.token_ids.shape}; expected ({request.query_len},)")
+    if not 0 <= request.num_drafts < request.query_len or (request.num_drafts and not request.samples):
+        raise ValueError(
+            f"{where}{request.num_drafts} drafts in {request.query_len} rows; drafts follow a row that is sampled from"
+        )
     check_table(request.pages, np.array([request.start, request.seq_len - 1]), page_size, where)
 
 

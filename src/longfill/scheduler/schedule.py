@@ -11,7 +11,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from longfill.request import TokenIds
+from longfill.request import Request, TokenIds
+
+UNKNOWN = -1
+"""Stands for a token id that a step in flight brings, or that only the worker knows (a draft)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,23 +25,37 @@ class ScheduledRequest:
     admission: int
     """Serial number of the admission that this belongs to: after a preemption or abort its result is stale."""
     start: int
-    """Tokens whose KV is in the cache before this step: also the first token's position."""
+    """Position of the first row: tokens whose KV is in the cache before it. Where `num_unknown` is not 0, the most that
+    it can be: drafts in flight count as right."""
     num_tokens: int
+    num_drafts: int
+    """Of these, the last ones, which are drafts to verify; 0 unless it samples."""
+    num_unknown: int
+    """Of these, the last ones with ids unknown to the scheduler: drafts, and a token that a step in flight brings."""
     page_table: npt.NDArray[np.int64]
-    """int64 [pages], covering at least `start + num_tokens` tokens."""
+    """int64 [pages], covering at least `start + num_tokens` tokens, and those that the draft layer looks ahead."""
     token_ids: TokenIds
-    """int64 [num_tokens]: the tokens to compute."""
+    """int64 [num_tokens]: the tokens to compute; UNKNOWN for the last `num_unknown`."""
+    next_token_id: int
+    """The token at position `start + num_tokens`, which the draft layer needs beside a prompt's chunk; else UNKNOWN."""
     samples: bool
     """Whether this step reaches the request's last token, so that the next one is sampled from it."""
+    num_prompt_tokens: int
+    """The token that the row at position p samples is output number `p + 1 - num_prompt_tokens`, from 0."""
 
 
 @dataclass(frozen=True, eq=False)
 class Schedule:
-    """One step: who computes what, in order (running requests first), and who was preempted to make room."""
+    """One step: who computes what, and what else the planning of it decided."""
 
     step: int
     requests: tuple[ScheduledRequest, ...]
+    """Decode rows first, then prompts, running ones before admitted ones."""
+    admitted: tuple[str, ...]
     preempted: tuple[str, ...]
+    """Who was sent back to the queue to make room."""
+    stalled: tuple[Request, ...]
+    """Who was ended because it made no progress for too long; `error` says more."""
 
     @property
     def num_tokens(self) -> int:

@@ -1,62 +1,67 @@
-"""Who gets how many tokens in the next step, first come first served.
+"""The ledger: which requests there are, and what steps have done for them.
 
-Imports the cache bookkeeping and Request; pure Python, no tensors. Invariant: there are no phases, only a ledger: each
-request's `num_computed_tokens` chases its `num_tokens`; chunks, prefix hits and preemptions are starts and strides.
+Imports the cache bookkeeping, Request and the other files of `scheduler/`; pure Python, no tensors. Invariant: there
+are no phases, only a ledger: each request's `num_computed_tokens` chases its `num_tokens`; chunks, prefix hits,
+preemptions and drafts are starts and strides.
 """
 
 from __future__ import annotations
 
 import itertools
 import logging
-from collections import OrderedDict
-from collections.abc import Collection, Mapping
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from longfill.cache import KVCacheManager
-from longfill.errors import ConfigError, RequestError
+from longfill.errors import RequestError
 from longfill.request import FinishReason, Request, RequestStatus
+from longfill.scheduler.config import SchedulerConfig
+from longfill.scheduler.planner import Planner
+from longfill.scheduler.queue import WaitingQueue
 from longfill.scheduler.schedule import Schedule, ScheduledRequest
+from longfill.scheduler.watchdog import Watchdog
 from longfill.units import pages_for
 
 logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, eq=False)
+class Advance:
+    """What a booked step did for a request: its newest tokens, or the error that ended it."""
+
+    request: Request
+    num_tokens: int
+    """Tokens that it got: of the sampled ones those up to its end; 0 where it failed."""
+
+
 class Scheduler:
     """Plans steps over the requests that it holds, and books their results.
 
-    A step is `schedule()`, then the model, then `update()`; `add_request`, `abort`, `finish` and `preempt` may come
-    at any moment in between. Units: tokens for `max_model_len` (prompt and outputs of one request) and for
-    `max_num_batched_tokens` (one step), requests for `max_num_seqs` (running at once).
+    A step is `schedule()`, then the model, then `update()`. Several steps may be scheduled before the first is booked;
+    they are booked in the order they were scheduled. `add_request`, `abort`, `finish` and `preempt` may come at any
+    moment in between. `clock` gives seconds, for arrival order, ageing and the watchdog.
     """
 
     def __init__(
-        self,
-        cache: KVCacheManager,
-        *,
-        max_model_len: int,
-        max_num_batched_tokens: int,
-        max_num_seqs: int,
-        eos_token_ids: Collection[int] = (),
+        self, cache: KVCacheManager, config: SchedulerConfig, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        limits = {"max-num-batched-tokens": max_num_batched_tokens, "max-num-seqs": max_num_seqs}
-        for flag, value in limits.items():
-            if value < 1:
-                raise ConfigError(f"--{flag}: must be at least 1, got {value}")
-        if max_model_len < 2:
-            raise ConfigError(
-                f"--max-model-len: must hold a prompt token and an output, so at least 2, got {max_model_len}"
-            )
         self.cache = cache
-        self.max_model_len = max_model_len
-        self.max_num_batched_tokens = max_num_batched_tokens
-        self.max_num_seqs = max_num_seqs
-        self.eos_token_ids = frozenset(eos_token_ids)
+        self.config = config
         self.requests: dict[str, Request] = {}
         """Every request that is waiting or running, by id, oldest first."""
+        self._clock = clock
         self._running: dict[str, Request] = {}  # in order of admission
-        self._waiting: OrderedDict[str, Request] = OrderedDict()  # preempted ones in front
+        self._waiting = WaitingQueue(by_priority=config.scheduling_policy == "priority")
         self._admissions: dict[str, int] = {}  # of the running requests
         self._next_admission = itertools.count()
         self._next_step = itertools.count()
+        self._in_flight: deque[Schedule] = deque()
+        self._targets: dict[int, float | None] = {}  # seconds that a step in flight may take
+        self._stalled: list[tuple[Request, str]] = []  # to end before the next step
+        self._watchdog = Watchdog(config.progress_timeout)
+        self._planner = Planner(self)
 
     @property
     def num_running(self) -> int:
@@ -67,13 +72,34 @@ class Scheduler:
         """Requests in the queue: new ones and preempted ones."""
         return len(self._waiting)
 
+    @property
+    def num_in_flight(self) -> int:
+        """Steps that are scheduled and not booked."""
+        return len(self._in_flight)
+
+    @property
+    def running(self) -> list[Request]:
+        """Running requests in the order of their admission."""
+        return list(self._running.values())
+
+    @property
+    def waiting(self) -> WaitingQueue:
+        return self._waiting
+
+    @property
+    def now(self) -> float:
+        return self._clock()
+
+    def is_running(self, request: Request) -> bool:
+        return request.request_id in self._running
+
     def add_request(self, request: Request) -> None:
         """Queue a request. Raises RequestError, with the numbers, for one that could never be finished."""
         if request.request_id in self.requests:
             raise RequestError(f"request {request.request_id}: another request with this id has not ended yet")
         self._refuse_what_never_fits(request)
         self.requests[request.request_id] = request
-        self._waiting[request.request_id] = request
+        self._waiting.add(request)
 
     def abort(self, request_id: str) -> Request | None:
         """End a request at any moment; no token reaches it any more. Returns it, or None if it has ended already."""
@@ -84,10 +110,10 @@ class Scheduler:
         request = self.requests.pop(request_id, None)
         if request is None:
             return None
+        self._release(request_id)
         self._running.pop(request_id, None)
-        self._waiting.pop(request_id, None)
-        self._admissions.pop(request_id, None)
-        self.cache.free(request_id)
+        self._waiting.remove(request)
+        self._watchdog.ended(request_id)
         request.status = RequestStatus.FINISHED
         request.finish_reason = reason
         request.stop_reason = stop_reason
@@ -101,8 +127,7 @@ class Scheduler:
         request = self._running.pop(request_id, None)
         if request is None:
             raise RequestError(f"request {request_id} is not running, so it cannot be preempted")
-        del self._admissions[request_id]
-        self.cache.free(request_id)
+        self._release(request_id)
         request.status = RequestStatus.PREEMPTED
         request.num_preemptions += 1
         logger.info(
@@ -111,76 +136,161 @@ class Scheduler:
             request.num_computed_tokens,
             request.num_preemptions,
         )
-        request.num_computed_tokens = 0
-        self._waiting[request_id] = request
-        self._waiting.move_to_end(request_id, last=False)
+        request.num_computed_tokens = request.num_in_flight_tokens = 0
+        request.num_output_placeholders = request.num_draft_tokens = 0
+        self._waiting.put_back(request)
+        why = self._watchdog.preempted(request, self.now)
+        if why is not None:
+            self._stalled.append((request, why))
+
+    def admit(self, request: Request, num_computed_tokens: int) -> None:
+        """Move a request whose pages are allocated from the queue to the running ones."""
+        if request.num_preemptions == 0:
+            request.num_cached_tokens = num_computed_tokens
+        request.num_computed_tokens = num_computed_tokens
+        request.status = RequestStatus.RUNNING
+        self._waiting.remove(request)
+        self._running[request.request_id] = request
+        self._admissions[request.request_id] = next(self._next_admission)
+
+    def admission(self, request_id: str) -> int | None:
+        """The serial number under which a request runs; None for one that does not."""
+        return self._admissions.get(request_id)
 
     def schedule(self) -> Schedule:
         """Plan the next step and move the ledger as if it were computed.
 
-        Running requests come first, in order; one that gets no page preempts the last of them, in the end itself.
-        Then requests are admitted from the queue, unless this step preempted. With no token to compute or no page to
-        do it in, the schedule is empty.
+        Decode rows come first, then prompts as the policies say. A running request that gets no page preempts others,
+        the last one first, in the end itself. With no token to compute or no page to do it in the schedule is empty,
+        and need not be booked.
         """
-        scheduled: list[ScheduledRequest] = []
-        preempted: list[str] = []
-        budget = self.max_num_batched_tokens
-        for request in list(self._running.values()):
-            if request.request_id not in self._running:
-                break  # preempted in this step, as is everything behind it
-            num_tokens = min(request.num_tokens - request.num_computed_tokens, budget)
-            if num_tokens == 0:
-                continue
-            if not self._make_room(request, request.num_computed_tokens + num_tokens, preempted):
-                break
-            scheduled.append(self._grant(request, num_tokens))
-            budget -= num_tokens
-        if not preempted:
-            self._admit(budget, scheduled)
-        return Schedule(next(self._next_step), tuple(scheduled), tuple(preempted))
+        stalled = self._end_stalled()
+        step = self._planner.plan()
+        schedule = Schedule(
+            next(self._next_step), step.grants, tuple(step.admitted), tuple(step.preempted), tuple(stalled)
+        )
+        if schedule.requests:
+            self._in_flight.append(schedule)
+            self._targets[schedule.step] = step.target_s
+        return schedule
 
     def retract(self, schedule: Schedule) -> None:
-        """Take back a step that was not computed: its requests start over, and nothing of it can be found later."""
+        """Take back a step that was not computed: its requests start over, and nothing of it can be found later.
+
+        Steps in flight are retracted newest first.
+        """
         for scheduled in reversed(schedule.requests):
             if self._is_current(scheduled):
                 self.preempt(scheduled.request_id)
+        self._leave_flight(schedule)
 
-    def update(self, schedule: Schedule, sampled: Mapping[str, int], failed: Collection[str] = ()) -> list[Request]:
+    def update(
+        self,
+        schedule: Schedule,
+        sampled: Mapping[str, Sequence[int]],
+        failed: Mapping[str, str] | None = None,
+        *,
+        seconds: float | None = None,
+    ) -> list[Advance]:
         """Book a step's results; steps must come in the order they were scheduled.
 
-        `sampled` holds a token id for each request of the step that `samples`, but for those in `failed`, which end
-        with an error. Returns the requests that got their token or failed, in the step's order, those that it finished
-        among them. A request that was preempted or ended while the step ran gets nothing.
+        `sampled` holds, for each request of the step that `samples`, one token id and one more for each of its drafts
+        that was right; those in `failed` (id -> why) end with an error instead. `seconds` is what the step took on the
+        clock, for the policies that mind. Returns the requests that got tokens or failed, in the step's order. A
+        request that was preempted or ended while the step ran gets nothing.
         """
-        advanced: list[Request] = []
+        failed = failed or {}
+        if schedule.requests and schedule is not self._in_flight[0]:
+            raise ValueError(f"step {schedule.step} is booked before step {self._in_flight[0].step}, which is older")
+        self._leave_flight(schedule)
+        target = self._targets.pop(schedule.step, None)
+        if seconds is not None:
+            self._planner.observe(schedule, seconds, target)
+        advanced: list[Advance] = []
         for scheduled in schedule.requests:
-            request_id = scheduled.request_id
             if not self._is_current(scheduled):
                 continue
-            request = self.requests[request_id]
-            if request_id in failed:
-                self.finish(request_id, FinishReason.ERROR)
-                advanced.append(request)
+            request = self.requests[scheduled.request_id]
+            if request.request_id in failed:
+                request.error = failed[request.request_id]
+                self.finish(request.request_id, FinishReason.ERROR)
+                advanced.append(Advance(request, 0))
                 continue
-            self.cache.publish(request, scheduled.start + scheduled.num_tokens)
+            tokens = sampled[request.request_id] if scheduled.samples else ()
+            count = self._book(request, scheduled, tokens)
             if scheduled.samples:
-                self._append(request, sampled[request_id])
-                advanced.append(request)
+                advanced.append(Advance(request, count))
         return advanced
+
+    def _book(self, request: Request, scheduled: ScheduledRequest, tokens: Sequence[int]) -> int:
+        """Move the ledger by what a step brought; returns how many of `tokens` the request keeps."""
+        request.num_in_flight_tokens -= scheduled.num_tokens
+        if scheduled.samples:
+            if not 1 <= len(tokens) <= 1 + scheduled.num_drafts:
+                raise ValueError(
+                    f"request {request.request_id}: {len(tokens)} tokens sampled from 1 + {scheduled.num_drafts} rows"
+                )
+            request.num_output_placeholders -= 1 + scheduled.num_drafts
+            request.num_computed_tokens -= 1 + scheduled.num_drafts - len(tokens)
+        kept = self._append(request, tokens)
+        self.cache.publish(request, min(request.num_booked_tokens, request.num_tokens))
+        self._watchdog.booked(request, self.now, got_token=kept > 0)
+        if request.finish_reason is not None:
+            self.finish(request.request_id, request.finish_reason, request.stop_reason)
+        return kept
+
+    def _append(self, request: Request, tokens: Sequence[int]) -> int:
+        """Add sampled tokens up to the one that ends the request, and note the end."""
+        params = request.params
+        for count, token_id in enumerate(tokens, 1):
+            request.append_output(token_id)
+            if token_id in self.config.eos_token_ids and not params.ignore_eos:
+                request.finish_reason = FinishReason.STOP
+            elif token_id in (params.stop_token_ids or ()):
+                request.finish_reason, request.stop_reason = FinishReason.STOP, token_id
+            elif request.num_output_tokens == params.max_tokens or request.num_tokens >= self.config.max_model_len:
+                request.finish_reason = FinishReason.LENGTH
+            if request.finish_reason is not None:
+                return count
+        return len(tokens)
+
+    def _end_stalled(self) -> list[Request]:
+        """End the requests that make no progress; the planner takes care of all others."""
+        nothing_runs = not self._running and not self._in_flight
+        first = next(iter(self._waiting), None) if nothing_runs else None
+        idle = self._watchdog.idle(first, self.now)
+        if first is not None and idle is not None:
+            self._stalled.append((first, idle))
+        stalled = [(request, why) for request, why in self._stalled if not request.is_finished]
+        self._stalled = []
+        for request, why in stalled:
+            request.error = why
+            self.finish(request.request_id, FinishReason.ERROR)
+        return [request for request, _ in stalled]
 
     def _is_current(self, scheduled: ScheduledRequest) -> bool:
         """Whether the request still runs under the admission that was scheduled."""
         return self._admissions.get(scheduled.request_id) == scheduled.admission
 
+    def _leave_flight(self, schedule: Schedule) -> None:
+        if schedule.requests:
+            self._in_flight.remove(schedule)
+        self.cache.settle(self._in_flight[0].step if self._in_flight else None)
+
+    def _release(self, request_id: str) -> None:
+        """End a request's admission, if it has one: its pages are free once no step in flight can write them."""
+        admission = self._admissions.pop(request_id, None)
+        steps = [s.step for s in self._in_flight for r in s.requests if r.admission == admission]
+        self.cache.free(request_id, busy_until=max(steps, default=None))
+
     def _refuse_what_never_fits(self, request: Request) -> None:
-        name, prompt = f"request {request.request_id}", request.num_prompt_tokens
-        if prompt >= self.max_model_len:
+        name, prompt, limit = f"request {request.request_id}", request.num_prompt_tokens, self.config.max_model_len
+        if prompt >= limit:
             raise RequestError(
-                f"{name}: the prompt has {prompt:,} tokens; with max_model_len {self.max_model_len:,} at most "
-                f"{self.max_model_len - 1:,} leave room for an output; shorten it or raise --max-model-len"
+                f"{name}: the prompt has {prompt:,} tokens; with max_model_len {limit:,} at most "
+                f"{limit - 1:,} leave room for an output; shorten it or raise --max-model-len"
             )
-        max_tokens = request.params.max_tokens
-        total = self.max_model_len if max_tokens is None else min(prompt + max_tokens, self.max_model_len)
+        total = self._planner.most_tokens(request)
         page_size, usable = self.cache.page_size, self.cache.num_usable_pages
         needed = pages_for(total, page_size)
         if needed > usable:
@@ -189,58 +299,3 @@ class Scheduler:
                 f"{page_size} tokens, but the whole KV pool has {usable:,} ({usable * page_size:,} tokens); lower "
                 "max_tokens, shorten the prompt or raise --memory-budget"
             )
-
-    def _make_room(self, request: Request, num_tokens_total: int, preempted: list[str]) -> bool:
-        """Allocate for a running request, preempting from the back; False if that reached the request itself."""
-        while not self.cache.allocate(request, num_tokens_total):
-            victim = next(reversed(self._running))
-            self.preempt(victim)
-            preempted.append(victim)
-            if victim == request.request_id:
-                return False
-        return True
-
-    def _admit(self, budget: int, scheduled: list[ScheduledRequest]) -> None:
-        """Admit from the front of the queue while there are tokens, seats and pages; nobody overtakes."""
-        while self._waiting and budget > 0 and len(self._running) < self.max_num_seqs:
-            request = next(iter(self._waiting.values()))
-            hit = self.cache.lookup(request)
-            # All its tokens must fit, not just the first chunk: otherwise long prompts are let in together, run out
-            # of pages half way and preempt each other.
-            if not self.cache.can_allocate(request, request.num_tokens, hit):
-                break
-            num_tokens = min(request.num_tokens - hit.num_tokens, budget)
-            self.cache.allocate(request, hit.num_tokens + num_tokens, hit)
-            if request.num_preemptions == 0:
-                request.num_cached_tokens = hit.num_tokens
-            request.num_computed_tokens = hit.num_tokens
-            request.status = RequestStatus.RUNNING
-            del self._waiting[request.request_id]
-            self._running[request.request_id] = request
-            self._admissions[request.request_id] = next(self._next_admission)
-            scheduled.append(self._grant(request, num_tokens))
-            budget -= num_tokens
-
-    def _grant(self, request: Request, num_tokens: int) -> ScheduledRequest:
-        start, end = request.num_computed_tokens, request.num_computed_tokens + num_tokens
-        request.num_computed_tokens = end
-        return ScheduledRequest(
-            request_id=request.request_id,
-            admission=self._admissions[request.request_id],
-            start=start,
-            num_tokens=num_tokens,
-            page_table=self.cache.page_table(request.request_id),
-            token_ids=request.token_ids[start:end],
-            samples=end == request.num_tokens,
-        )
-
-    def _append(self, request: Request, token_id: int) -> None:
-        """Add a sampled token and end the request where that token or a limit says so."""
-        request.append_output(token_id)
-        params = request.params
-        if token_id in self.eos_token_ids and not params.ignore_eos:
-            self.finish(request.request_id, FinishReason.STOP)
-        elif token_id in (params.stop_token_ids or ()):
-            self.finish(request.request_id, FinishReason.STOP, token_id)
-        elif request.num_output_tokens == params.max_tokens or request.num_tokens >= self.max_model_len:
-            self.finish(request.request_id, FinishReason.LENGTH)

@@ -173,8 +173,10 @@ def _fixed_rows(
     process_bytes: int, weight_bytes: int,
 ) -> list[MemoryRow]:  # fmt: skip
     sizes = _workspace_sizes(args, config, layout, kernels, max_model_len)
-    tokens = args.max_num_batched_tokens
-    sampled = args.max_num_seqs if kernels.native else max(args.max_num_seqs, MIN_ROWS)
+    tokens, drafts = args.max_num_batched_tokens, args.num_speculative_tokens
+    padding = 0 if kernels.native else MIN_ROWS
+    guessing = max(args.max_num_seqs, padding)
+    sampled = max(args.max_num_seqs, min(args.max_num_seqs * (1 + drafts), tokens), padding)
     tile_bytes = attention_tile_bytes(sizes.topk, config.kv_lora_rank + config.qk_rope_head_dim)
     block = block_rows(args, config, kernels)
     activations = tokens * _step_row_bytes(config, kernels) + block * _block_row_bytes(config, kernels)
@@ -187,6 +189,10 @@ def _fixed_rows(
     ]
     if not kernels.native:
         rows.append(MemoryRow("attention tiles", TILE_COPIES * tile_bytes, "gathered rows and scores"))
+    if drafts:
+        size = tokens * 8 + block * _join_row_bytes(config) + 3 * sampled * config.hidden_size * _element_bytes(config)
+        rows.append(MemoryRow("draft layer", size, "tokens behind the rows, and what joins them to hidden states"))
+        rows.append(MemoryRow("draft logits", 3 * 4 * guessing * config.vocab_size, f"{guessing} drafts at once, fp32"))
     if config.quant is not None and not kernels.native:
         rows.append(MemoryRow("fp8 slices", DEQUANT_ROWS * _widest_input(config) * 12, "weights in passing"))
     if sizes.topk:
@@ -221,14 +227,14 @@ def _native_bytes(args: EngineArgs, config: ModelConfig) -> int:
     threads, rows = args.num_threads or default_threads(), args.max_num_batched_tokens
     shape = {"num_rows": rows, "compute_dtype": getattr(torch, config.dtype), "num_threads": threads}
     c, hidden = config, config.hidden_size
-    sizes = [
-        cpu.linear_scratch_bytes(out_size=out_size, in_size=in_size, **shape)
-        for out_size, in_size in (
-            (hidden, c.num_heads * c.v_head_dim),
-            (c.num_heads * c.qk_head_dim, c.q_lora_rank or hidden),
-            (c.vocab_size, hidden),
-        )
+    products = [
+        (hidden, c.num_heads * c.v_head_dim),
+        (c.num_heads * c.qk_head_dim, c.q_lora_rank or hidden),
+        (c.vocab_size, hidden),
     ]
+    if args.num_speculative_tokens:
+        products.append((hidden, 2 * hidden))
+    sizes = [cpu.linear_scratch_bytes(out_size=out_size, in_size=in_size, **shape) for out_size, in_size in products]
     heads = ((c.kv_lora_rank, c.qk_nope_head_dim), (c.v_head_dim, c.kv_lora_rank))
     sizes += [cpu.per_head_scratch_bytes(out_size=out_size, in_size=in_size, **shape) for out_size, in_size in heads]
     sizes.append(cpu.mlp_scratch_bytes(hidden_size=hidden, inner_size=c.intermediate_size, **shape))
@@ -307,6 +313,11 @@ def _block_row_bytes(config: ModelConfig, kernels: KernelChoice) -> int:
     if config.moe is not None:
         inner = max(inner, config.moe.moe_intermediate_size * max(1, config.moe.num_shared_experts))
     return max(attention, indexer, size * (3 * config.hidden_size + 3 * inner) + 8 * config.hidden_size)
+
+
+def _join_row_bytes(config: ModelConfig) -> int:
+    """Bytes that a row of the draft layer's input holds at most: embedding, two norms (in fp32), both side by side."""
+    return config.hidden_size * (5 * _element_bytes(config) + 8)
 
 
 def _refusal(

@@ -79,7 +79,7 @@ def _index_cache(pool: Tensor, layout: RecordLayout, layer: int) -> IndexCache:
 
 
 def latent_scales(weights: ModelWeights, rope_gain: float) -> tuple[LatentScales, ...]:
-    """Two powers of two a layer that format "fp8" can never saturate with.
+    """Two powers of two a layer, the draft layer last, that format "fp8" can never saturate with.
 
     Both come from bounds that the weights give, so they need no calibration and no scale in the checkpoint. An
     RMS-normalised vector of n values has the length sqrt(n) at most, hence
@@ -95,7 +95,8 @@ def latent_scales(weights: ModelWeights, rope_gain: float) -> tuple[LatentScales
     Raises ModelError for weights that contain NaN or inf.
     """
     scales: list[LatentScales] = []
-    for layer, part in enumerate(weights.layers):
+    drafts = () if weights.mtp is None else (weights.mtp.layer,)
+    for layer, part in enumerate([*weights.layers, *drafts]):
         norm = part.attention.kv_a_norm.float()
         latent = math.sqrt(norm.numel()) * float(norm.abs().max())
         rope = rope_gain * _rope_bound(part)

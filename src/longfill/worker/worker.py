@@ -23,6 +23,7 @@ from longfill.kernels.workspace import Workspace
 from longfill.models.attention import Attend
 from longfill.models.config import ModelConfig
 from longfill.models.decoder import Decoder
+from longfill.models.draft import DraftLayer
 from longfill.models.loading import load_model, weight_bytes
 from longfill.models.rope import inverse_frequencies, softmax_scale
 from longfill.partition import StepPlan, StepRequest, indexer_workspace_rows, plan_step
@@ -37,7 +38,9 @@ from longfill.worker.memory import (
     process_reserve,
 )
 from longfill.worker.pool import allocate_pool, latent_scales, layer_caches
-from longfill.worker.sampler import LogitsError, SampledToken, SampleInput, sample
+from longfill.worker.sampler import SampledToken, SampleInput
+from longfill.worker.speculate import Drafter, Sampled, check_draft_layer, verify_step
+from longfill.worker.tails import Scheduled, Tails
 
 logger = logging.getLogger(__name__)
 
@@ -46,12 +49,17 @@ logger = logging.getLogger(__name__)
 class StepResult:
     """What a step gives back: tokens by request id, the logits they came from, and where the time went."""
 
-    sampled: dict[str, SampledToken]
+    sampled: dict[str, tuple[SampledToken, ...]]
+    """Of each sampling request: one token, and one more for each of its drafts that was right."""
     logits: dict[str, Tensor]
-    """fp32 [vocabulary] of each sampling request."""
+    """fp32 [tokens, vocabulary] behind them."""
+    drafts: dict[str, tuple[int, ...]]
+    """Of each sampling request: guesses at the tokens behind, which the next step verifies. Empty without
+    speculation."""
     seconds: dict[str, float]
+    """By stage of the model; all of the draft layer is one."""
     screen: ScreenCounts
-    """What the indexer's screen did."""
+    """What the indexer's screen did in the model's own layers."""
     failed: dict[str, str]
     """Request id -> why, for rows whose logits allow no token."""
 
@@ -60,6 +68,7 @@ class Worker:
     """Loads a model folder and runs steps. Raises ModelError, ConfigError or CapacityError before any work."""
 
     def __init__(self, args: EngineArgs, folder: Path, config: ModelConfig) -> None:
+        check_draft_layer(args, config)
         threads = args.num_threads or default_threads()
         torch.set_num_threads(threads)
         self.args = args
@@ -76,13 +85,14 @@ class Worker:
             index_head_dim=self.layout.index_head_dim,
         )
         backend, index_backend = make_backends(self.kernels, dtype, threads)
+        mtp = args.num_speculative_tokens > 0
         self.memory: MemoryPlan = plan_memory(
             args, config, self.layout, self.kernels,
-            process_bytes=process_bytes, weight_bytes=weight_bytes(folder, config, dtype, backend),
+            process_bytes=process_bytes, weight_bytes=weight_bytes(folder, config, dtype, backend, mtp=mtp),
         )  # fmt: skip
         logger.info("kernels: %s", "; ".join(f"{operation}: {path}" for operation, path in self.kernels.paths.items()))
         workspace = Workspace(self.memory.workspace)
-        weights = load_model(folder, config, dtype, backend)
+        weights = load_model(folder, config, dtype, backend, mtp=mtp)
         self._workspace_rows = context_workspace_rows(args, self.memory.max_model_len)
         self.pool = allocate_pool(self.layout, NumPages(self.memory.num_pages))
         rope_gain = inverse_frequencies(config.rope)[1]
@@ -91,6 +101,20 @@ class Worker:
         self.decoder = Decoder(
             config, weights, caches, backend, attend, block_rows=block_rows(args, config, self.kernels)
         )
+        self.tails = Tails()
+        self._drafter: Drafter | None = None
+        if weights.mtp is not None:
+            self._drafter = Drafter(
+                DraftLayer(self.decoder, weights.mtp), self.plan, num_tokens=args.num_speculative_tokens,
+                page_size=args.block_size, max_model_len=self.memory.max_model_len,
+            )  # fmt: skip
+
+    def resolve(self, scheduled: Sequence[Scheduled]) -> list[StepRequest]:
+        """A schedule's requests with what this worker knows and the scheduler does not: see `Tails.resolve`.
+
+        Those that nothing waits for are left out. To be called when all steps before this one have been executed.
+        """
+        return [request for part in scheduled if (request := self.tails.resolve(part)) is not None]
 
     def plan(self, requests: Sequence[StepRequest]) -> StepPlan:
         """The step's integers, under this rank's limits."""
@@ -108,34 +132,47 @@ class Worker:
     @torch.inference_mode()
     def execute(self, plan: StepPlan, inputs: Sequence[SampleInput]) -> StepResult:
         """Run a plan; `inputs` belong to its sampling requests, in order."""
-        logits_SV = self.decoder.forward(step_rows(plan))
+        rows = step_rows(plan)
+        hidden = self.decoder.forward(rows, all_rows=self._drafter is not None)
+        logits_SV = self.decoder.logits(hidden if self._drafter is None else hidden[rows.sample_rows_S])
         start = time.perf_counter()
-        failed: dict[str, str] = {}
-        try:
-            tokens = sample(logits_SV, inputs)
-        except LogitsError as error:
-            failed = error.reasons
-            kept = [i for i, row in enumerate(inputs) if row.request_id not in failed]
-            logits_SV, inputs = logits_SV[kept], [inputs[i] for i in kept]
-            tokens = sample(logits_SV, inputs)
+        sampled, failed = verify_step(logits_SV, plan, inputs)
         seconds = self.decoder.seconds | {"sample": time.perf_counter() - start}
-        ids = [row.request_id for row in inputs]
-        return StepResult(
-            dict(zip(ids, tokens, strict=True)),
-            dict(zip(ids, logits_SV, strict=True)),
-            seconds,
-            self.decoder.screen_counts,
-            failed,
-        )
+        screen = self.decoder.screen_counts
+        drafts: dict[str, tuple[int, ...]] = {}
+        if self._drafter is not None:
+            start = time.perf_counter()
+            drafts = self._drafter.draft(plan, rows, hidden, sampled, inputs)
+            seconds["draft"] = time.perf_counter() - start
+        self._keep_tails(plan, sampled, drafts)
+        firsts = dict(zip([row.request_id for row in inputs], plan.sample_starts.tolist(), strict=False))
+        logits = {name: logits_SV[firsts[name] : firsts[name] + len(tokens)] for name, tokens in sampled.items()}
+        return StepResult(sampled, logits, drafts, seconds, screen, failed)
+
+    def _keep_tails(self, plan: StepPlan, sampled: Sampled, drafts: dict[str, tuple[int, ...]]) -> None:
+        for request in plan.requests:
+            if not request.samples:
+                continue
+            tokens = sampled.get(request.request_id)
+            if tokens is None:
+                self.tails.drop(request.request_id)
+            else:
+                ids = [token.token_id for token in tokens]
+                self.tails.book(request, ids, drafts.get(request.request_id, ()))
 
 
 def record_layout(args: EngineArgs, config: ModelConfig) -> RecordLayout:
-    """The page record for a model, in the formats of `config.cache_formats`."""
+    """The page record for a model, in the formats of `config.cache_formats`.
+
+    With speculation the draft layer is one layer more, which owns an indexer where the model has any.
+    """
     latent, index = cache_formats(args, config.dtype)
+    drafts = int(args.num_speculative_tokens > 0)
+    draft_indexer = (config.num_layers,) if drafts and config.indexer is not None else ()
     return RecordLayout(
         page_size=PageSize(args.block_size),
-        num_layers=config.num_layers,
-        full_layers=config.full_indexer_layers,
+        num_layers=config.num_layers + drafts,
+        full_layers=config.full_indexer_layers + draft_indexer,
         latent_format=latent,
         index_format=index if config.indexer is not None else None,
         kv_lora_rank=config.kv_lora_rank,

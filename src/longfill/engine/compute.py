@@ -1,0 +1,119 @@
+"""One scheduled step on the worker: unknowns filled in, planned, run in one call or in two, results put together.
+
+Imports the scheduler's message and the worker. Invariant: it runs in the worker's thread, reads of the requests only
+what no later step changes, and computes nothing for a request that was preempted or has ended meanwhile.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from longfill.engine.live import LiveRequest
+from longfill.engine.stats import SpecDecodingStats
+from longfill.kernels.interface import ScreenCounts
+from longfill.partition import StepPlan, StepRequest
+from longfill.scheduler import Schedule, Scheduler
+from longfill.worker.sampler import SampledToken
+from longfill.worker.worker import StepResult, Worker
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """What a step gave: one plan and one result for each call of the model."""
+
+    plans: tuple[StepPlan, ...]
+    results: tuple[StepResult, ...]
+    plan_seconds: float
+
+    @property
+    def token_ids(self) -> dict[str, tuple[int, ...]]:
+        """Request id -> the tokens that it sampled."""
+        return {name: tuple(token.token_id for token in tokens) for name, tokens in self.sampled.items()}
+
+    @property
+    def sampled(self) -> dict[str, tuple[SampledToken, ...]]:
+        return {name: tokens for result in self.results for name, tokens in result.sampled.items()}
+
+    @property
+    def logits(self) -> dict[str, Tensor]:
+        """Request id -> fp32 [tokens it sampled, vocabulary]."""
+        return {name: rows for result in self.results for name, rows in result.logits.items()}
+
+    @property
+    def failed(self) -> dict[str, str]:
+        return {name: why for result in self.results for name, why in result.failed.items()}
+
+    @property
+    def screen(self) -> ScreenCounts:
+        counts = ScreenCounts()
+        for result in self.results:
+            counts += result.screen
+        return counts
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Stage -> seconds, of all calls."""
+        total: dict[str, float] = {"plan": self.plan_seconds}
+        for result in self.results:
+            for stage, seconds in result.seconds.items():
+                total[stage] = total.get(stage, 0.0) + seconds
+        return total
+
+    @property
+    def spec(self) -> SpecDecodingStats:
+        """What became of the drafts in it."""
+        stats, sampled = SpecDecodingStats(), self.sampled
+        for plan in self.plans:
+            for request in plan.requests:
+                if request.num_drafts and request.request_id in sampled:
+                    stats.observe(request.num_drafts, len(sampled[request.request_id]) - 1)
+        return stats
+
+
+class StepComputer:
+    """Computes schedules on a worker. `live` holds the unfinished requests by id."""
+
+    def __init__(
+        self, worker: Worker, scheduler: Scheduler, live: Mapping[str, LiveRequest], *, split_mixed_batch: bool
+    ) -> None:
+        self._worker = worker
+        self._scheduler = scheduler
+        self._live = live
+        self._split = split_mixed_batch
+
+    def __call__(self, schedule: Schedule) -> StepOutcome:
+        """Run a step. Requests that ended or were preempted since it was scheduled are left out."""
+        start = time.perf_counter()
+        self._worker.tails.keep(self._is_current)
+        live: dict[str, LiveRequest] = {}
+        requests: list[StepRequest] = []
+        for scheduled in schedule.requests:
+            request, owner = self._worker.tails.resolve(scheduled), self._live.get(scheduled.request_id)
+            if request is not None and owner is not None and self._is_current(request.request_id, request.admission):
+                requests.append(request)
+                live[request.request_id] = owner
+        plans = tuple(self._worker.plan(part) for part in self._parts(requests))
+        planned = time.perf_counter() - start
+        results = tuple(self._run(plan, live) for plan in plans)
+        return StepOutcome(plans, results, planned)
+
+    def _parts(self, requests: list[StepRequest]) -> list[list[StepRequest]]:
+        """What is run in one call: everything, or decode rows and prompts apart."""
+        if not self._split:
+            return [requests] if requests else []
+        decodes = [request for request in requests if request.query_len - request.num_drafts == 1]
+        prompts = [request for request in requests if request.query_len - request.num_drafts > 1]
+        return [part for part in (decodes, prompts) if part]
+
+    def _run(self, plan: StepPlan, live: Mapping[str, LiveRequest]) -> StepResult:
+        inputs = [
+            live[r.request_id].sample_input(r.start + r.query_len - r.num_drafts) for r in plan.requests if r.samples
+        ]
+        return self._worker.execute(plan, inputs)
+
+    def _is_current(self, request_id: str, admission: int) -> bool:
+        return self._scheduler.admission(request_id) == admission

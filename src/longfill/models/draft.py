@@ -1,0 +1,60 @@
+"""The draft layer: from a row's hidden state and the token behind it to a guess of the token after that.
+
+May import kernels and the files of `models/`. Invariant: a row is a function of the hidden states and tokens up to its
+own position, as in the model; what it guesses decides how fast tokens come, never which.
+
+Row i joins h_i, the model's hidden state behind its final norm, with the token t_(i+1):
+
+    x_i = eh_proj [enorm(embed(t_(i+1))) ; hnorm(h_i)]        (the embedding counts as zero at position 0)
+    y   = one decoder layer over x, with KV rows and index keys of its own
+    t_(i+2) ~ head(head_norm(y_i))
+
+and where it guesses further, y_i stands in for h_(i+1) and the guess for its token.
+
+Source: DeepSeek-V3's technical report, section 2.2, for the module; vLLM's deepseek_mtp.py for what one module computes
+when it is used again for the tokens behind, and for position 0.
+
+Suffixes: T rows of the step · C hidden · S rows that guess.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from longfill.kernels.interface import StepRows
+from longfill.models.decoder import Decoder
+from longfill.models.weights import MtpWeights
+
+
+class DraftLayer:
+    """A model's one layer behind the last, which runs over the model's pages with the model's kernels."""
+
+    def __init__(self, decoder: Decoder, weights: MtpWeights) -> None:
+        self._decoder = decoder
+        self._weights = weights
+
+    def forward(self, rows: StepRows, hidden_TC: Tensor) -> Tensor:
+        """Run the rows, whose `token_ids_T` are the tokens *behind* their positions; writes the layer's caches.
+
+        `hidden_TC` holds each row's h, or the y of the position before it where a guess goes on. It is overwritten and
+        becomes the result: y [T, C], the residual stream without a norm.
+        """
+        decoder = self._decoder
+        for span, _ in rows.blocks(decoder.block_rows):
+            self._join(rows.token_ids_T[span], rows.positions_T[span], hidden_TC[span])
+        decoder.run_layers(decoder.config.num_layers, (self._weights.layer,), hidden_TC, rows)
+        return hidden_TC
+
+    def logits(self, y_SC: Tensor) -> Tensor:
+        """fp32 [S, vocabulary]: what the rows guess of the token two behind their position."""
+        w, backend, eps = self._weights, self._decoder.backend, self._decoder.config.rms_norm_eps
+        return backend.linear(backend.rms_norm(y_SC, w.head_norm, eps), w.head).float()
+
+    def _join(self, token_ids_T: Tensor, positions_T: Tensor, hidden_TC: Tensor) -> None:
+        """hidden = eh_proj [enorm(embedding) ; hnorm(hidden)]."""
+        w, backend, eps = self._weights, self._decoder.backend, self._decoder.config.rms_norm_eps
+        embedded_TC = F.embedding(token_ids_T, w.embed).masked_fill_((positions_T == 0)[:, None], 0)
+        halves = backend.rms_norm(embedded_TC, w.enorm, eps), backend.rms_norm(hidden_TC, w.hnorm, eps)
+        backend.linear(torch.cat(halves, -1), w.eh_proj, out=hidden_TC)
