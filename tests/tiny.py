@@ -230,7 +230,8 @@ def _quantise(tensors: dict[str, Tensor], block: tuple[int, int]) -> tuple[dict[
 def _mtp_tensors(
     tensors: dict[str, Tensor], raw: dict[str, Any], count: int, generator: torch.Generator
 ) -> dict[str, Tensor]:
-    """Draft layers behind the last one: a copy of the last layer, an indexer of their own, and the joining parts."""
+    """Draft layers behind the last one: the last layer's tensors and the first's indexer, their rows moved by one so
+    that no two layers are alike, and the joining parts."""
     added: dict[str, Tensor] = {}
     last, hidden, vocab = raw["num_hidden_layers"] - 1, raw["hidden_size"], raw["vocab_size"]
     dtype = tensors["model.norm.weight"].dtype
@@ -240,15 +241,14 @@ def _mtp_tensors(
             old = f"model.layers.{source}."
             for name, tensor in tensors.items():
                 if name.startswith(old) and (source == last or ".indexer." in name):
-                    added[prefix + name.removeprefix(old)] = tensor.clone()
-        shapes = {
-            "embed_tokens.weight": (vocab, hidden),
-            "enorm.weight": (hidden,),
-            "hnorm.weight": (hidden,),
-            "eh_proj.weight": (hidden, 2 * hidden),
-            "shared_head.norm.weight": (hidden,),
-            "shared_head.head.weight": (vocab, hidden),
+                    added[prefix + name.removeprefix(old)] = torch.cat([tensor[1:], tensor[:1]])
+        products = {
+            "embed_tokens.weight": ((vocab, hidden), 1.0),
+            "eh_proj.weight": ((hidden, 2 * hidden), (2 * hidden) ** -0.5),
+            "shared_head.head.weight": ((vocab, hidden), hidden**-0.5),
         }
-        for name, shape in shapes.items():
-            added[prefix + name] = torch.randn(shape, generator=generator).to(dtype)
+        for name, (shape, scale) in products.items():
+            added[prefix + name] = (torch.randn(shape, generator=generator) * scale).to(dtype)
+        for name in ("enorm.weight", "hnorm.weight", "shared_head.norm.weight"):
+            added[prefix + name] = (1 + 0.1 * torch.randn(hidden, generator=generator)).to(dtype)
     return added

@@ -85,16 +85,16 @@ class EngineArgs:
     max_num_batched_tokens: int = _knob(4096, "Token budget of one step", unit="tokens", low=1)
     max_num_seqs: int = _knob(64, "Requests running at once", low=1)
     max_num_scheduled_tokens: int | None = _knob(
-        None, "Tokens that one step schedules (default: --max-num-batched-tokens)", unit="tokens", low=1
+        None, "Tokens that one step schedules (default: its token budget)", unit="tokens", low=1
     )
     max_num_active_seqs: int | None = _knob(
-        None, "Running requests beyond which none is admitted (default: --max-num-seqs)", low=1
+        None, "Running requests beyond which none is admitted (default: all that may run)", low=1
     )
     long_prefill_token_threshold: int = _knob(
         0, "Tokens of one prompt in one step while other requests can run (0: no cap)", unit="tokens", low=0
     )
     long_prefill_token_threshold_adaptive: bool = _knob(
-        False, "Raise that cap to an equal part of --max-num-batched-tokens for each request that can run"
+        False, "Raise that cap to an equal part of the token budget for each request that can run"
     )
     prefill_schedule_interval: int = _knob(
         1, "Prompts in every N-th step only, while something decodes and no backlog builds up", unit="steps", low=1
@@ -120,8 +120,8 @@ class EngineArgs:
     progress_timeout: float = _knob(
         60.0, "A request that is computed over and over without progress ends with an error after this", unit="s", low=0
     )
-    async_scheduling: bool = _knob(False, "Prepare steps while others compute, see --max-concurrent-batches")
-    max_concurrent_batches: int = _knob(2, "Steps in flight with --async-scheduling", unit="steps", low=1, high=8)
+    async_scheduling: bool = _knob(False, "Prepare steps while others compute")
+    max_concurrent_batches: int = _knob(2, "Steps in flight where they are prepared ahead", unit="steps", low=1, high=8)
     split_mixed_batch: bool = _knob(False, "Run a step's decode rows and its prompt rows as two calls")
     speculative_config: Mapping[str, Any] | None = _knob(
         None, 'Speculative decoding, as JSON: {"method": "mtp", "num_speculative_tokens": 2}'

@@ -11,6 +11,7 @@ from longfill.config import EngineArgs, choices_of, flag_name
 
 COMMANDS = (["demo"], ["run"], ["eval", "needle"], ["check"], ["bench", "prefill"])
 NAMES = [" ".join(command) for command in COMMANDS]
+MTP = {"method": "mtp", "num_speculative_tokens": 3}
 KNOBS = [knob.name for knob in dataclasses.fields(EngineArgs)]
 
 
@@ -37,7 +38,14 @@ def other_value(knob: str) -> tuple[list[str], object]:
         return [f"--no-{flag[2:]}" if default else flag], not default
     if choices_of(knob):
         return [flag, choices_of(knob)[-1]], choices_of(knob)[-1]
-    special = {"hf_overrides": ('{"index_topk": 8}', {"index_topk": 8}), "memory_budget": ("3GiB", "3GiB")}
+    special = {
+        "hf_overrides": ('{"index_topk": 8}', {"index_topk": 8}),
+        "memory_budget": ("3GiB", "3GiB"),
+        "speculative_config": (json.dumps(MTP), MTP),
+        "watermark": ("0.25", 0.25),
+        "decode_share": ("0.25", 0.25),
+        "max_concurrent_batches": ("3", 3),
+    }
     if knob in special:
         text, value = special[knob]
         return [flag, text], value

@@ -17,7 +17,7 @@ from tests.oracle import harness
 
 KERNELS = ("reference", *isa_names())
 BEST = KERNELS[1] if len(KERNELS) > 1 else "reference"
-MODULES = ("test_parity", "test_dsa_faults")
+MODULES = ("test_parity", "test_dsa_faults", "test_draft_layer")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -63,13 +63,13 @@ class LLMEngine:
         self.stats = EngineStats()
         self.last_step: StepStats | None = None
         self._live: dict[str, LiveRequest] = {}
-        self._fanout = Fanout(self._queue, self._live, at_once=not args.enable_prefix_caching)
         self._pipeline = StepPipeline(
             StepComputer(self.worker, self.scheduler, self._live, split_mixed_batch=args.split_mixed_batch),
             args.steps_in_flight,
         )
         self._computed_until = self._booked_until = 0.0
         self._preempted: tuple[str, ...] = ()
+        self._fanout = Fanout(self._queue, self._live, at_once=not args.enable_prefix_caching)
         self._ordinal = 0
         self._process = psutil.Process()
 
@@ -135,14 +135,20 @@ class LLMEngine:
     def step(self) -> list[RequestOutput]:
         """Advance by one step; returns an output for every request that got a token or ended in it.
 
-        With `--async-scheduling` that step was scheduled earlier, and others are on their way behind it.
+        With `--async-scheduling` that step was scheduled earlier, and others are on their way behind it. Those that
+        nobody waits for any more are waited for here, so that all pages are back once the last request has ended.
         """
-        began = time.perf_counter()
         outputs = self._schedule()
-        if not self._pipeline:
+        if self._pipeline:
+            outputs += self._finish_step()
+        else:
             self.last_step = None
-            return self._fanout.deliver(outputs)
-        scheduled = time.perf_counter()
+        while self._pipeline and not self._live:
+            self._finish_step()
+        return self._fanout.deliver(outputs)
+
+    def _finish_step(self) -> list[RequestOutput]:
+        """Wait for the oldest step and book it."""
         try:
             computed = self._pipeline.wait()
         except BaseException:
@@ -160,11 +166,9 @@ class LLMEngine:
             for scheduled in schedule.requests
             if (live := self._live.get(scheduled.request_id)) is not None
         }
-        outputs += [self._deliver(advance, outcome) for advance in advanced]
-        ended = time.perf_counter()
-        host = {"schedule": scheduled - began, "update": ended - waited, "wait": waited - scheduled}
-        self._record(computed, host, progress, ended)
-        return self._fanout.deliver(outputs)
+        outputs = [self._deliver(advance, outcome) for advance in advanced]
+        self._record(computed, progress, waited)
+        return outputs
 
     def close(self) -> None:
         """End the worker's thread; the engine takes no further step."""
@@ -177,13 +181,14 @@ class LLMEngine:
         """
         outputs: list[RequestOutput] = []
         while not self._pipeline.is_full:
+            began = time.perf_counter()
             schedule = self.scheduler.schedule()
             outputs += [self._live.pop(request.request_id).output() for request in schedule.stalled]
             self._preempted += schedule.preempted
             if schedule.requests:
                 for scheduled in schedule.requests:
                     self._live[scheduled.request_id].scheduled()
-                self._pipeline.submit(schedule)
+                self._pipeline.submit(schedule, prepared=began)
             elif not schedule.preempted:
                 break
         return outputs
@@ -212,21 +217,19 @@ class LLMEngine:
                 request.finish_reason, request.stop_reason = FinishReason.STOP, stop
                 return
 
-    def _record(
-        self,
-        computed: Computed[StepOutcome],
-        host: dict[str, float],
-        progress: dict[str, tuple[int, int]],
-        ended: float,
-    ) -> None:
-        outcome = computed.result
+    def _record(self, computed: Computed[StepOutcome], progress: dict[str, tuple[int, int]], waited: float) -> None:
+        """Count a step that is booked; `waited` is when its result was there for the host."""
+        outcome, booked = computed.result, time.perf_counter()
         full = len(self.model_config.full_indexer_layers)
         layers = self.model_config.num_layers if self.worker.kernels.use_workspace else 0
-        seconds = outcome.seconds | host
-        seconds["compute"] = computed.ended - computed.began
-        seconds["idle"] = max(0.0, computed.began - max(computed.submitted - host["schedule"], self._computed_until))
-        seconds["step"] = ended - max(computed.submitted - host["schedule"], self._booked_until)
-        self._computed_until, self._booked_until = computed.ended, ended
+        seconds = outcome.seconds | {
+            "schedule": computed.submitted - computed.prepared,
+            "update": booked - waited,
+            "compute": computed.ended - computed.began,
+            "idle": computed.began - max(computed.prepared, self._computed_until),
+            "step": booked - max(computed.prepared, self._booked_until),
+        }
+        self._computed_until, self._booked_until = computed.ended, booked
         step = StepStats(
             step=computed.schedule.step,
             num_tokens=sum(plan.token_ids.size for plan in outcome.plans),

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Generic, TypeVar
 
 from longfill.scheduler import Schedule
@@ -20,10 +21,12 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Computed(Generic[Result]):
-    """A step's result and when it was computed, in seconds of `time.perf_counter`."""
+    """A step's result and its moments, in seconds of `time.perf_counter`."""
 
     schedule: Schedule
     result: Result
+    prepared: float
+    """When the host began to prepare it."""
     submitted: float
     began: float
     ended: float
@@ -44,7 +47,7 @@ class StepPipeline(Generic[Result]):
         self.depth = depth
         self._compute = compute
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="longfill-worker") if depth > 1 else None
-        self._pending: deque[tuple[Schedule, Future[Computed[Result]] | None, float]] = deque()
+        self._pending: deque[tuple[Schedule, Future[Computed[Result]] | Callable[[], Computed[Result]]]] = deque()
         self._line = [False]
         """Whether a step that was submitted since the last `cancel` has failed; a new list for every such line."""
 
@@ -55,16 +58,15 @@ class StepPipeline(Generic[Result]):
     def is_full(self) -> bool:
         return len(self._pending) >= self.depth
 
-    def submit(self, schedule: Schedule) -> None:
+    def submit(self, schedule: Schedule, *, prepared: float) -> None:
         """Add a step behind those that are pending."""
-        now = time.perf_counter()
-        future = None if self._thread is None else self._thread.submit(self._run, schedule, now, self._line)
-        self._pending.append((schedule, future, now))
+        run = partial(self._run, schedule, prepared, time.perf_counter(), self._line)
+        self._pending.append((schedule, run if self._thread is None else self._thread.submit(run)))
 
     def wait(self) -> Computed[Result]:
         """The oldest step's result, once it is there. Raises what the step raised; it stays pending then."""
-        schedule, future, submitted = self._pending[0]
-        computed = self._run(schedule, submitted, self._line) if future is None else future.result()
+        _, step = self._pending[0]
+        computed = step.result() if isinstance(step, Future) else step()
         self._pending.popleft()
         return computed
 
@@ -75,10 +77,10 @@ class StepPipeline(Generic[Result]):
         """
         self._line[0] = True
         self._line = [False]
-        schedules = [schedule for schedule, _, _ in reversed(self._pending)]
-        for _, future, _ in self._pending:
-            if future is not None:
-                future.cancel()
+        schedules = [schedule for schedule, _ in reversed(self._pending)]
+        for _, step in self._pending:
+            if isinstance(step, Future):
+                step.cancel()
         self._pending.clear()
         return schedules
 
@@ -87,7 +89,7 @@ class StepPipeline(Generic[Result]):
         if self._thread is not None:
             self._thread.shutdown()
 
-    def _run(self, schedule: Schedule, submitted: float, line: list[bool]) -> Computed[Result]:
+    def _run(self, schedule: Schedule, prepared: float, submitted: float, line: list[bool]) -> Computed[Result]:
         if line[0]:
             raise _CancelledError
         began = time.perf_counter()
@@ -96,4 +98,4 @@ class StepPipeline(Generic[Result]):
         except BaseException:
             line[0] = True
             raise
-        return Computed(schedule, result, submitted, began, time.perf_counter())
+        return Computed(schedule, result, prepared, submitted, began, time.perf_counter())

@@ -75,17 +75,17 @@ class StepStats:
     """Of those, pairs that were scored exactly all the same."""
     gathered_rows: int
     """Latent rows copied into the workspace, over all layers; 0 where pages are read directly."""
-    spec: SpecDecodingStats
-    """What became of the drafts that the step verified."""
     seconds: dict[str, float]
-    """Stage -> seconds. "step" is what it added to the time that has passed, "compute" what the worker took; the host's
-    part is "schedule" and "update", and "wait" what it waited for the worker; "idle" is what the worker waited before
-    it. With steps in flight host and worker overlap, so that these do not add up to "step"."""
+    """Stage -> seconds. "step" is what it added to the time that has passed, "compute" what the worker took, stages of
+    the model among it; "schedule" and "update" are the host's part, and "idle" is how long the worker waited for it
+    before this step. With steps in flight host and worker overlap, so that the parts are more than "step"."""
     progress: dict[str, tuple[int, int]]
     """Request id -> (num_computed_tokens, num_tokens), for every request of the step."""
     preempted: tuple[str, ...]
     rss_bytes: int
     """Resident memory of the process after the step."""
+    spec: SpecDecodingStats = field(default_factory=SpecDecodingStats)
+    """What became of the drafts that the step verified."""
 
 
 @dataclass
