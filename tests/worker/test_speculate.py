@@ -150,8 +150,10 @@ def test_only_logits_that_a_walk_reaches_can_fail_it() -> None:
     logits_RV[2] = float("nan")
     assert [t.token_id for t in verify(logits_RV, row(0, 0), [4, 2])] == [2]
     assert [t.token_id for t in verify(logits_RV, row(0, 0), [2, 4])] == [2, 2]
+    # The walk ends before it, and the next step begins with it.
+    assert [t.token_id for t in verify(logits_RV, row(0, 0), [2, 2])] == [2, 2]
     with pytest.raises(LogitsError, match="request a: the model's logits contain NaN"):
-        verify(logits_RV, row(0, 0), [2, 2])
+        verify(logits_RV[2:], row(0, 0, 2), [])
 
 
 def test_verified_tokens_are_distributed_as_the_model_says_and_drafts_stay_with_their_probability() -> None:

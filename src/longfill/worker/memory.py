@@ -21,6 +21,7 @@ from longfill.kernels.workspace import SELECT_TILE, WorkspaceSizes, attention_ti
 from longfill.models.config import ModelConfig
 from longfill.partition import LONG_MODEL_LEN, prefill_workspace_rows
 from longfill.units import NumPages, PageSize, pages_for
+from longfill.worker.sampler import ROW_BYTES
 
 TILE_COPIES = 5
 """Arrays of ATTENTION_TILE_BYTES that attention holds at its peak: rows as stored, decoded, scores, weights, out."""
@@ -186,6 +187,11 @@ def _fixed_rows(
         MemoryRow("prompt ids", 32 * max_model_len, "text, token ids and page tables of one longest request"),
         MemoryRow("activations", activations, f"{tokens:,} rows of one step, at most {block:,} in a layer's middle"),
         MemoryRow("logits", 3 * 4 * sampled * config.vocab_size, f"{sampled} sampled rows, fp32"),
+        MemoryRow(
+            "sampling",
+            (ROW_BYTES + args.max_num_seqs) * config.vocab_size,
+            "one row in float64, and which tokens each prompt has",
+        ),
     ]
     if not kernels.native:
         rows.append(MemoryRow("attention tiles", TILE_COPIES * tile_bytes, "gathered rows and scores"))
