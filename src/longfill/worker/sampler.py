@@ -28,6 +28,9 @@ Weights = npt.NDArray[np.float64]
 MAX_STOP_STRINGS = 256
 """Every stop string is looked for at every token; more than this is an attack or a mistake."""
 
+ROW_BYTES = 80
+"""Bytes that drawing from one row takes at most, for each token of the vocabulary (measured: up to 78)."""
+
 _FIRST_CANDIDATES = 1024
 """Top-p sorts this many of the likeliest tokens first, and more only if they do not reach p."""
 
