@@ -289,6 +289,17 @@ def test_dsa_02_spare_indexers_of_shared_layers_are_unused_and_reported(
     assert "10 indexer tensors" in caplog.text
 
 
+def test_a_draft_layer_that_nobody_asked_for_is_no_spare_indexer(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_checkpoint(tmp_path, "glm_moe_dsa", mtp=1, indexer_types=["full", "full", "shared", "full"])
+    with caplog.at_level(logging.WARNING):
+        assert load(tmp_path).mtp is None
+        assert caplog.text == ""
+        assert load(tmp_path, index_topk_pattern=None, indexer_types=["full", "shared", "shared", "full"]).mtp is None
+    assert "5 indexer tensors" in caplog.text
+
+
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16])
 def test_dsa_10_what_must_be_float32_is_float32(stored: torch.dtype, tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "glm_moe_dsa", dtype=stored)

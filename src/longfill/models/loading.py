@@ -53,7 +53,8 @@ def load_model(
     checkpoint = Checkpoint.open(folder)
     weights = _Loader(checkpoint, config, dtype, backend).model(mtp=mtp)
     skipped = checkpoint.finish((_ROTARY_BUFFERS, *_spare(config, mtp=mtp)))
-    unused_indexers = [name for name in skipped if ".indexer." in name]
+    spare_indexers = re.compile("|".join(_spare_indexers(config)) or "(?!)")
+    unused_indexers = [name for name in skipped if spare_indexers.fullmatch(name)]
     if unused_indexers:
         logger.warning(
             "%s: %d indexer tensors belong to layers that share another layer's selection; not used (first: %s)",
@@ -110,14 +111,15 @@ def _tied_bytes(entries: list[TensorEntry], config: ModelConfig, dtype: torch.dt
 
 
 def _spare(config: ModelConfig, *, mtp: bool) -> list[str]:
-    """Patterns of stored tensors that are not loaded: indexers of shared layers, and draft layers unless `mtp`.
-
-    Sharing may be asked of a model that was trained without it, so its spare indexers are no mismatch.
-    """
-    types = config.indexer.types if config.indexer else ()
-    spare = [rf"model\.layers\.{i}\.self_attn\.indexer\..*" for i, kind in enumerate(types) if kind == "shared"]
+    """Patterns of stored tensors that are not loaded: indexers of shared layers, and draft layers unless `mtp`."""
     drafts = 0 if mtp else config.num_mtp_layers
-    return spare + [rf"model\.layers\.{config.num_layers + i}\..*" for i in range(drafts)]
+    return _spare_indexers(config) + [rf"model\.layers\.{config.num_layers + i}\..*" for i in range(drafts)]
+
+
+def _spare_indexers(config: ModelConfig) -> list[str]:
+    """Sharing may be asked of a model that was trained without it, so the indexers of shared layers are no mismatch."""
+    types = config.indexer.types if config.indexer else ()
+    return [rf"model\.layers\.{i}\.self_attn\.indexer\..*" for i, kind in enumerate(types) if kind == "shared"]
 
 
 class _Loader:
