@@ -35,6 +35,7 @@ class PageAccounting(RuleBasedStateMachine):
         self.computed: dict[str, int] = {}
         self.content: dict[int, tuple[str, bytes]] = {}  # page -> salt and all tokens up to its end, once computed
         self.count = 0
+        self.parked: list[int] = []  # steps in flight that hold pages of ended requests
 
     @rule(
         family=st.integers(0, 2),
@@ -96,10 +97,26 @@ class PageAccounting(RuleBasedStateMachine):
         del self.live[name], self.computed[name]
         self.cache.free(name)
 
+    @precondition(lambda self: self.live)
+    @rule(data=st.data(), step=st.integers(0, 3))
+    def free_behind_a_step(self, data: st.DataObject, step: int) -> None:
+        name = data.draw(st.sampled_from(sorted(self.live)))
+        del self.live[name], self.computed[name]
+        before = self.cache.num_free_pages
+        self.cache.free(name, busy_until=step)
+        assert self.cache.num_free_pages == before
+        self.parked.append(step)
+
+    @rule(oldest=st.sampled_from([1, 2, 3, None]))
+    def settle(self, oldest: int | None) -> None:
+        self.cache.settle(oldest)
+        self.parked = [step for step in self.parked if oldest is not None and step >= oldest]
+
     @rule()
     def reset(self) -> None:
-        assert self.cache.reset_prefix_cache() == (not self.live)
-        if not self.live:
+        idle = not (self.live or self.parked)
+        assert self.cache.reset_prefix_cache() == idle
+        if idle:
             self.content.clear()
 
     @invariant()
@@ -107,9 +124,15 @@ class PageAccounting(RuleBasedStateMachine):
         PageAccounting.steps += 1
         self.cache.check()
         in_use = {page for name in self.live for page in self.cache.page_table(name).tolist()}
-        assert self.cache.num_free_pages + len(in_use) == self.cache.num_usable_pages == self.usable
+        held = self.usable - self.cache.num_free_pages
+        assert len(in_use) <= held if self.parked else len(in_use) == held
+        some = Request("some", [1], SamplingParams())
+        if self.live:
+            gone = sorted(self.live)
+            assert self.cache.num_pages_missing(some, 1, gone=gone) == 1 - self.usable, "all pages come back"
 
     def teardown(self) -> None:
+        self.cache.settle(None)
         for name in self.live:
             self.cache.free(name)
         assert self.cache.num_free_pages == self.usable

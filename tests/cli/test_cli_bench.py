@@ -25,6 +25,14 @@ MISTAKES = [
     (["bench", "prefill", "--hf-overrides", '{"index_topk": 8}'], "--hf-overrides"),
     (["bench", "prefill", "--plot", "no/such/folder/a.png"], "no/such/folder"),
     (["bench", "prefill", "--repeats", "0"], "--repeats"),
+    (["bench", "decode", "--depths", "0,1"], "--depths"),
+    (["bench", "decode", "--depths", "1,9"], "--depths: 9 is more than 8"),
+    (["bench", "decode", "--drafts", "-1"], "--drafts"),
+    (["bench", "decode", "--drafts", "9"], "--drafts: 9 is more than 8"),
+    (["bench", "decode", "--text", "news"], "--text news"),
+    (["bench", "decode", "--async-scheduling"], "--async-scheduling"),
+    (["bench", "decode", "--preset", "toy", "--text", "haystack"], "--text haystack: a preset"),
+    (["bench", "decode", "--plot", "no/such/folder/a.png"], "no/such/folder"),
     (["bench", "report", "no/such/file"], "no/such/file"),
 ]
 if available():
@@ -146,3 +154,68 @@ def test_a_file_of_something_else_is_a_mistake(longfill, tmp_path):
         path.write_text(text)
         ran = longfill("bench", "report", str(path))
         assert (ran.code, ran.err.count("\n")) == (2, 1)
+
+
+def decode(longfill: Any, *args: str) -> Any:
+    return longfill(
+        "bench", "decode", "--preset", "toy", "--hf-overrides", json.dumps(TINY), "--context", "20", "--prompts", "2",
+        "--max-tokens", "6", "--repeats", "1", "--num-threads", "1", "--memory-budget", "2GiB", *args,
+    )  # fmt: skip
+
+
+def test_decode_prints_one_object_and_report_its_table_and_picture(longfill, tmp_path):
+    ran = decode(longfill, "--depths", "2,1", "--json", "--plot", str(tmp_path / "decode.png"))
+    assert ran.code == 0
+    values = json.loads(ran.out)
+    assert values.keys() == {
+        "machine", "model", "threads", "text", "random_tokens", "description", "context", "prompts", "rounds",
+        "repeats", "max_tokens", "temperature", "decodes",
+    }  # fmt: skip
+    assert (values["model"], values["text"], values["random_tokens"], values["threads"]) == ("toy", "random", True, 1)
+    settings = [(result["drafts"], result["depth"]) for result in values["decodes"]]
+    assert settings == [(drafts, depth) for drafts in range(4) for depth in (1, 2)]
+    assert (tmp_path / "decode-dark.png").exists()
+    saved = tmp_path / "decode.json"
+    saved.write_text(ran.out)
+    report = longfill("bench", "report", str(saved), "--plot", str(tmp_path / "again.png"))
+    assert report.code == 0
+    assert "| accepted by position |" in report.out
+    assert "Text: random tokens" in report.out
+    assert (tmp_path / "again-dark.png").exists()
+
+
+def test_decode_without_drafts_writes_no_draft_layer(longfill, tmp_path):
+    assert decode(longfill, "--depths", "1", "--drafts", "0", "--keep", str(tmp_path)).code == 0
+    assert "num_nextn_predict_layers" not in json.loads((tmp_path / "toy-0" / "config.json").read_text())
+
+
+def test_drafts_of_a_model_without_a_draft_layer_are_a_mistake(longfill, monkeypatch):
+    monkeypatch.setitem(TINY, "num_nextn_predict_layers", 0)
+    ran = decode(longfill, "--drafts", "0,1")
+    assert (ran.code, ran.out) == (2, "")
+    assert "the model has no draft layer" in ran.err
+    assert decode(longfill, "--depths", "1").code == 0
+
+
+def test_the_bundled_model_answers_the_questions_of_a_text(longfill):
+    ran = longfill(
+        "bench", "decode", "--text", "answers", "--context", "1100", "--prompts", "3", "--depths", "1,2",
+        "--drafts", "0", "--repeats", "1", "--json",
+    )  # fmt: skip
+    assert ran.code == 0
+    values = json.loads(ran.out)
+    assert (values["model"], values["random_tokens"], values["max_tokens"]) == ("needle", False, 8)
+    # Five digits and the end of the text, of which the first step gave one.
+    assert {result["tokens"] for result in values["decodes"]} == {15}
+
+
+def test_outputs_that_differ_are_exit_code_1(longfill, monkeypatch):
+    from longfill.bench.decode import OutputsDifferError
+
+    def differ(*_args: Any) -> Any:
+        raise OutputsDifferError("prompt 0: other tokens")
+
+    monkeypatch.setattr("longfill.bench.decode.run_decodes", differ)
+    ran = decode(longfill)
+    assert (ran.code, ran.out) == (1, "")
+    assert "other tokens" in ran.err

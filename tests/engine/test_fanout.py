@@ -30,7 +30,7 @@ POISON = 500
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("model")
-    make_checkpoint(path, "glm_moe_dsa", num_hidden_layers=2)
+    make_checkpoint(path, "glm_moe_dsa", num_hidden_layers=2, mtp=1)
     return path
 
 
@@ -66,6 +66,8 @@ def run(core: LLMEngine, before_step: Callable[[], object] = lambda: None) -> li
         {"enable_prefix_caching": False},
         {"max_num_seqs": 1},
         {"max_num_batched_tokens": 64},
+        {"async_scheduling": True, "max_concurrent_batches": 3},
+        {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2}},
         {"num_gpu_blocks_override": 14, "max_model_len": 52},
     ],
     ids=str,
@@ -161,13 +163,13 @@ def test_a_stop_in_one_completion_leaves_the_others_alone(folder: Path) -> None:
     assert tokens_of(got)[1] == free.outputs[1].token_ids[:3]
 
 
-def poisoned(folder: Path) -> LLM:
+def poisoned(folder: Path, **args: Any) -> LLM:
     """A model that cannot go on after `POISON`."""
-    make_checkpoint(folder, "glm_moe_dsa", num_hidden_layers=2)
+    make_checkpoint(folder, "glm_moe_dsa", num_hidden_layers=2, mtp=1)
     embed = load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
     embed[POISON] = float("nan")
     edit_tensors(folder, add={"model.embed_tokens.weight": embed})
-    return start(folder)
+    return start(folder, **args)
 
 
 def test_an_error_ends_the_completion_that_it_is_in(tmp_path: Path) -> None:
@@ -182,6 +184,19 @@ def test_an_error_ends_the_completion_that_it_is_in(tmp_path: Path) -> None:
         assert completion.finish_reason == ("error" if hit else "length")
         assert hit == ("NaN" in str(completion.stop_reason))
     assert llm.engine.cache.num_free_pages == llm.engine.cache.num_usable_pages
+    # The same with `POISON` for a draft, which is right behind the first token of some: the walk ends before its row.
+    assert any(completion.finish_reason == "error" and len(completion.token_ids) > 1 for completion in got.outputs)
+    speculative = {"method": "mtp", "num_speculative_tokens": 2}
+    guessing = poisoned(tmp_path, speculative_config=speculative)
+    tails = guessing.engine.worker.tails
+    book = tails.book
+    tails.book = lambda request, sampled, drafts: book(request, sampled, [POISON] * len(drafts))  # type: ignore[method-assign]
+    [same] = guessing.generate([PROMPT], params)
+    assert guessing.stats.spec.num_drafts > 0
+    assert [(c.token_ids, c.finish_reason) for c in same.outputs] == [
+        (c.token_ids, c.finish_reason) for c in got.outputs
+    ]
+    assert same.digest == got.digest
 
 
 def test_an_error_before_the_first_token_is_one_of_each_completion(tmp_path: Path) -> None:
@@ -202,9 +217,8 @@ PHASES: dict[str, Callable[[LLMEngine], bool]] = {
 
 
 @pytest.mark.parametrize("phase", PHASES)
-@pytest.mark.parametrize("cached", [True, False])
-def test_an_abort_ends_all_completions(folder: Path, phase: str, cached: bool) -> None:
-    args = {"enable_prefix_caching": cached}
+@pytest.mark.parametrize("args", [{}, {"enable_prefix_caching": False}, {"async_scheduling": True}], ids=str)
+def test_an_abort_ends_all_completions(folder: Path, phase: str, args: dict[str, Any]) -> None:
     [whole] = start(folder, **args).generate([PROMPT], PARAMS)
     [other] = start(folder, **args).generate([PROMPT[:30]], dataclasses.replace(PARAMS, n=1))
     core = start(folder, **args).engine

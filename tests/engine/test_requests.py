@@ -200,3 +200,15 @@ def test_asking_for_logprobs_changes_no_token(llm: LLM) -> None:
 
 def test_the_harness_sees_every_row(llm: LLM) -> None:
     assert run(llm, clean(90, 13)).logits.shape[0] == 90
+
+
+def test_a_step_that_only_ends_requests_is_no_standstill(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    core = llm.engine
+
+    def end_one() -> list[Any]:
+        core.last_step = None
+        return [core.abort_request(name) for name in list(core.scheduler.requests)[:1]]
+
+    monkeypatch.setattr(core, "step", end_one)
+    outs = llm.generate([clean(5, 1), clean(6, 2)], GREEDY, on_step=lambda _: pytest.fail("there was no step"))
+    assert [out.outputs[0].finish_reason for out in outs] == ["abort", "abort"]

@@ -26,7 +26,14 @@ MAX_DEPTH = 3
 
 
 class RandomTraffic(RuleBasedStateMachine):
-    """Scheduler, cache and paged model under everything that may happen at once."""
+    """Scheduler, cache and paged model under everything that may happen at once.
+
+    Held after every rule: the invariants below, and those of `Engine.check` after every schedule and every booking
+    (budgets of a step, seats, one grant a request, computed <= known + placeholders, in flight <= computed). Held at
+    the end: everybody ends without the watchdog's help, all pages are free, and each request's tokens are those of an
+    undisturbed run, up to where it was cut off. The model refuses a row whose page is the null page, a bound on the
+    first row that is none, and a chunk in the middle of a prompt without the token behind it.
+    """
 
     steps = 0
     """Steps checked so far, over all runs."""
@@ -47,6 +54,9 @@ class RandomTraffic(RuleBasedStateMachine):
                 "watermark": st.sampled_from([0.0, 0.0, 0.1]),
                 "scheduler_reserve_full_isl": st.booleans(),
                 "ttft_target": st.sampled_from([None, 3.0]),
+                "decode_share": st.sampled_from([0.0, 0.5, 0.9]),
+                "draft_slots": st.sampled_from([0, 0, 1]),
+                "max_num_active_seqs": st.sampled_from([None, 1, 3]),
             }
         ),
     )
@@ -57,7 +67,7 @@ class RandomTraffic(RuleBasedStateMachine):
             usable_pages=usable,
             page_size=page_size,
             max_model_len=MAX_MODEL_LEN,
-            budget=budget,
+            budget=budget + policies["draft_slots"],
             max_num_seqs=seats,
             eos_token_ids=EOS,
             num_speculative_tokens=drafts,
@@ -150,16 +160,32 @@ class RandomTraffic(RuleBasedStateMachine):
     @precondition(lambda self: not self.scheduler.requests)
     @rule()
     def forget_prefixes(self) -> None:
-        assert self.engine.cache.reset_prefix_cache()
+        assert self.engine.cache.reset_prefix_cache() == (not self.engine.in_flight), "steps in flight hold pages"
 
     @invariant()
-    def all_adds_up(self) -> None:
+    def free_cached_and_held_pages_add_up_and_are_where_their_owners_think(self) -> None:
         RandomTraffic.steps += 1
         self.engine.cache.check()
+
+    @invariant()
+    def a_request_is_known_until_it_ends_and_then_no_more(self) -> None:
         for request in self.served:
             assert request.is_finished != (request.request_id in self.scheduler.requests)
-            if not request.is_finished:
-                assert 0 <= request.num_booked_tokens <= request.num_tokens <= MAX_MODEL_LEN
+
+    @invariant()
+    def booked_tokens_never_pass_the_known_ones(self) -> None:
+        for request in self.scheduler.requests.values():
+            assert 0 <= request.num_booked_tokens <= request.num_tokens <= MAX_MODEL_LEN
+            assert request.num_output_placeholders >= 0 <= request.num_draft_tokens <= self.drafts
+
+    @invariant()
+    def who_waits_holds_nothing(self) -> None:
+        for request in self.scheduler.waiting:
+            assert self.engine.cache.num_owned_pages(request.request_id) == 0
+            assert request.num_computed_tokens == request.num_output_placeholders == request.num_in_flight_tokens == 0
+
+    @invariant()
+    def with_nothing_running_or_in_flight_all_pages_are_free(self) -> None:
         if not (self.scheduler.num_running or self.engine.in_flight):
             assert self.engine.cache.usage == 0.0
 
@@ -191,5 +217,5 @@ def test_random_traffic_keeps_pages_budgets_and_tokens_right() -> None:
 @pytest.mark.slow
 def test_random_traffic_for_long() -> None:
     RandomTraffic.steps = 0
-    while RandomTraffic.steps < 30_000:
+    while RandomTraffic.steps < 100_000:
         run(examples=200, steps=100)

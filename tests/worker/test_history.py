@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import tracemalloc
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -13,7 +15,7 @@ from hypothesis import strategies as st
 from longfill.errors import RequestError
 from longfill.request import SamplingParams
 from longfill.worker.history import TokenHistory, adjusted, changes_logits
-from longfill.worker.sampler import LogitsError, SampleInput, sample, validate
+from longfill.worker.sampler import ROW_BYTES, LogitsError, SampleInput, sample, validate
 
 INF = math.inf
 VOCAB = 7
@@ -130,9 +132,9 @@ class TestHistory:
             else:
                 outputs = outputs[: int(move * len(outputs))]
                 kept.truncate(len(outputs))
-            anew = history(prompt, outputs)
             assert kept.num_output_tokens == len(outputs)
-            assert kept.output_counts_V.tolist() == anew.output_counts_V.tolist()
+            ids, counts = kept.output_counts()
+            assert dict(zip(ids.tolist(), counts.tolist(), strict=True)) == Counter(outputs)
             assert kept.in_prompt_V.tolist() == [token in prompt for token in range(VOCAB)]
 
     def test_outputs_that_it_never_saw_are_an_error(self):
@@ -210,3 +212,20 @@ def test_biased_tokens_must_be_in_the_vocabulary():
     validate(SamplingParams(logit_bias={99: 1.0}), vocab_size=100)
     with pytest.raises(RequestError, match="logit_bias: token id 100 is not below the vocabulary size 100"):
         validate(SamplingParams(logit_bias={1: 0.0, 100: 1.0}), vocab_size=100)
+
+
+def test_drawing_a_row_takes_no_more_memory_than_is_planned_for():
+    vocab = 2**17
+    known = TokenHistory(np.arange(vocab), vocab)
+    row = torch.randn(1, vocab, generator=torch.Generator().manual_seed(0)) / 100
+    params = SamplingParams(top_p=0.9999, logprobs=64, logit_bias={3: 1.0}, **PENALTIES)
+    draw = SampleInput("r", params, 1, 0, history=known)
+    sample(row, [draw])
+    tracemalloc.start()
+    try:
+        sample(row, [draw])
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert 0.8 * ROW_BYTES <= peak / vocab <= ROW_BYTES
+    assert known.in_prompt_V.nbytes == vocab

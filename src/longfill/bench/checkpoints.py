@@ -101,7 +101,10 @@ PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 
 
 def preset_config(name: str, overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The config.json of a preset, with `overrides` replacing its fields."""
+    """The config.json of a preset, with `overrides` replacing its fields.
+
+    `num_nextn_predict_layers` among them adds so many draft layers.
+    """
     if name not in PRESETS:
         raise ConfigError(f"--preset {name}: there is no such preset; choose from {', '.join(PRESETS)}, needle")
     return {**PRESETS[name], **(overrides or {})}
@@ -133,17 +136,28 @@ def _shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
     hidden, vocab = config.hidden_size, config.vocab_size
     yield "model.embed_tokens.weight", (vocab, hidden)
     for layer in range(config.num_layers):
-        prefix = f"model.layers.{layer}"
-        yield f"{prefix}.input_layernorm.weight", (hidden,)
-        yield f"{prefix}.post_attention_layernorm.weight", (hidden,)
-        yield from _attention(f"{prefix}.self_attn", config, has_indexer=layer in config.full_indexer_layers)
-        yield from (
-            _experts(f"{prefix}.mlp", config)
-            if config.moe_layers[layer]
-            else _mlp(f"{prefix}.mlp", hidden, config.intermediate_size)
-        )
+        full = layer in config.full_indexer_layers
+        yield from _layer(layer, config, has_indexer=full, is_moe=config.moe_layers[layer])
     yield "model.norm.weight", (hidden,)
     yield "lm_head.weight", (vocab, hidden)
+    for layer in range(config.num_layers, config.num_layers + config.num_mtp_layers):
+        # Draft layers have an indexer and experts of their own; embedding and head are the model's.
+        yield from _layer(layer, config, has_indexer=True, is_moe=config.moe is not None)
+        yield f"model.layers.{layer}.eh_proj.weight", (hidden, 2 * hidden)
+        for norm in ("enorm", "hnorm", "shared_head.norm"):
+            yield f"model.layers.{layer}.{norm}.weight", (hidden,)
+
+
+def _layer(
+    layer: int, config: ModelConfig, *, has_indexer: bool, is_moe: bool
+) -> Iterator[tuple[str, tuple[int, ...]]]:
+    prefix, hidden = f"model.layers.{layer}", config.hidden_size
+    yield f"{prefix}.input_layernorm.weight", (hidden,)
+    yield f"{prefix}.post_attention_layernorm.weight", (hidden,)
+    yield from _attention(f"{prefix}.self_attn", config, has_indexer=has_indexer)
+    yield from (
+        _experts(f"{prefix}.mlp", config) if is_moe else _mlp(f"{prefix}.mlp", hidden, config.intermediate_size)
+    )
 
 
 def _attention(prefix: str, c: ModelConfig, *, has_indexer: bool) -> Iterator[tuple[str, tuple[int, ...]]]:

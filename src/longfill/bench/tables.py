@@ -11,7 +11,7 @@ GIB = 2**30
 
 
 def markdown(values: Mapping[str, Any]) -> str:
-    """The machine, the ceilings and all results, of either benchmark."""
+    """The machine, what was measured and all results, of any of the benchmarks."""
     machine = values["machine"]
     lines = [
         f"{machine['processor']}, {machine['cores']} cores, {machine['memory_bytes'] / GIB:.0f} GiB; "
@@ -23,6 +23,8 @@ def markdown(values: Mapping[str, Any]) -> str:
         for threads in dict.fromkeys(case["threads"] for case in values["kernels"]):
             own = [case for case in values["kernels"] if case["threads"] == threads]
             lines += ["", f"{threads} thread{'s' if threads > 1 else ''}:", "", *_table(*_kernels(own), names=2)]
+    elif "decodes" in values:
+        lines += _decode_lines(values)
     else:
         lines += [f"{values['model']}, {values['threads']} threads:", "", *_table(*_prefills(values["results"]))]
     return "\n".join(lines)
@@ -106,3 +108,43 @@ def speed(result: Mapping[str, Any]) -> str:
         return str(result["status"])
     peak = result["peak_rss_bytes"]
     return f"{result['tokens_per_s']:,.0f}" + (f" ({peak / GIB:.1f})" if peak else "")
+
+
+def _decode_lines(values: Mapping[str, Any]) -> list[str]:
+    """What was said to be continued, a row a setting, and how often drafts were right."""
+    rounds = "" if values["rounds"] == 1 else f", {values['rounds']} rounds"
+    threads = f"{values['threads']} thread{'s' if values['threads'] > 1 else ''}"
+    return [
+        f"{values['model']}, {threads}. Text: {values['description']}. {values['prompts']} prompts of "
+        f"{values['context']:,} tokens side by side{rounds}, at most {values['max_tokens']:,} tokens each, temperature "
+        f"{values['temperature']:g}. All settings said the same tokens.",
+        "",
+        *_table(*_decodes(values["decodes"])),
+    ]
+
+
+def _decodes(results: Sequence[Mapping[str, Any]]) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
+    head = (
+        "in flight", "drafts", "steps", "tokens", "tokens/s", "ratio", "step, ms", "model, ms", "host, ms", "hidden",
+        "idle, ms", "tokens a draft step", "accepted by position",
+    )  # fmt: skip
+    rows = []
+    for result in results:
+        each, acceptance = result["per_step"], result["acceptance"]
+        rows.append(
+            [
+                *(f"{result[name]:,}" for name in ("depth", "drafts", "steps", "tokens")),
+                f"{result['tokens_per_s']:,.0f}",
+                _or_dash(result["ratio"], ".2f"),
+                *(f"{1e3 * each[name]:.2f}" for name in ("step", "compute", "host")),
+                f"{each['hidden']:.0%}",
+                f"{1e3 * each['idle']:.2f}",
+                _or_dash(acceptance["mean_length"], ".2f"),
+                " ".join(f"{share:.2f}" for share in acceptance["per_position"]) or "-",
+            ]
+        )
+    return head, rows
+
+
+def _or_dash(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)

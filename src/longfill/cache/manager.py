@@ -8,6 +8,7 @@ ended while steps in flight may still write them stay in use ("parked") until th
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
@@ -115,13 +116,19 @@ class KVCacheManager:
         """Whether `allocate` with the same arguments would succeed."""
         return self.num_pages_needed(request, num_tokens_total, hit) <= self.num_free_pages
 
-    @property
-    def num_returning_pages(self) -> NumPages:
-        """Pages that will be free once the steps in flight are booked: parked, and held by nobody else."""
-        if not self._parked:
-            return NumPages(0)
-        holders = Counter(int(page) for _, table in self._parked for page in table.view)
-        return NumPages(sum(self._pool.num_holders(PageId(page)) == count for page, count in holders.items()))
+    def num_pages_missing(
+        self, request: Request, num_tokens_total: int, hit: PrefixHit | None = None, *, gone: Collection[str] = ()
+    ) -> int:
+        """Pages that `allocate` would lack once the steps in flight are booked and the requests `gone` have let go.
+
+        Negative where that leaves more than it needs.
+        """
+        leaving = [self._owned[request_id].pages for request_id in gone] + [table for _, table in self._parked]
+        lets_go = Counter(page for table in leaving for page in table.view.tolist())
+        freed = {page for page, count in lets_go.items() if self._pool.num_holders(PageId(page)) == count}
+        needed = self.num_pages_needed(request, num_tokens_total, hit)
+        needed_again = sum(page in freed for page in hit.pages) if hit else 0
+        return needed + needed_again - self.num_free_pages - len(freed)
 
     def allocate(self, request: Request, num_tokens_total: int, hit: PrefixHit | None = None) -> bool:
         """Give `request` the pages that its first `num_tokens_total` tokens need, all or none (False).
@@ -134,7 +141,8 @@ class KVCacheManager:
         if hit is not None:
             if len(owned.pages):
                 raise LongfillError(f"request {request.request_id} owns pages already, so it cannot take a prefix hit")
-            self._pool.hold(hit.pages)  # before taking others, which could evict these
+            # Before taking others, which could evict these.
+            self._pool.hold(hit.pages, is_hit=request.num_preemptions == 0)
             owned.pages.extend(hit.pages)
             owned.num_published = len(hit.pages)
             self._count(request, hit)
@@ -192,7 +200,7 @@ class KVCacheManager:
         self._pool.release(PageId(page) for page in pages.view[::-1].tolist())
 
     def reset_prefix_cache(self) -> bool:
-        """Forget every cached prefix; refused (False) while any request holds pages."""
+        """Forget every cached prefix; refused (False) while any request, or a step in flight, holds pages."""
         return self._pool.forget_hashes()
 
     def check(self) -> None:

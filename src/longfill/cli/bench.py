@@ -1,4 +1,4 @@
-"""`longfill bench`: each kernel against this machine's ceilings, prefill against other engines, and reports of both.
+"""`longfill bench`: each kernel against this machine's ceilings, prefill against other engines, and saved reports.
 
 Imports the benchmarks when one is run. Invariant: stdout carries the result alone; a picture is asked for before
 anything is measured, so that an hour is not spent on one that cannot be drawn.
@@ -30,7 +30,7 @@ QUICK = 16
 
 PlotFlag = Annotated[Path | None, typer.Option(help="Draw a picture; a second one, NAME-dark, is for dark pages")]
 
-app = typer.Typer(help="Measure kernels and prefill on this machine.", rich_markup_mode=None)
+app = typer.Typer(help="Measure kernels, prefill and decoding on this machine.", rich_markup_mode=None)
 
 
 @app.command("kernels")
@@ -51,7 +51,7 @@ def kernels(
     as_json: JsonFlag = False,
 ) -> int:
     """Measure the machine's ceilings, then each kernel against the one that binds it, and against torch."""
-    counts = _counts("--threads", threads) if threads else sorted({1, default_threads()})
+    counts = parse_counts("--threads", threads) if threads else sorted({1, default_threads()})
     chosen = _isa(isa)
     check_plot(plot)
 
@@ -86,7 +86,7 @@ def kernels(
         "ceilings": ceilings,
         "kernels": [dataclasses.asdict(result) for result in results],
     }
-    _finish(values, plot, as_json)
+    finish(values, plot, as_json)
     return 0
 
 
@@ -113,14 +113,14 @@ def prefill(
 ) -> int:
     """Prefill the same random prompts with longfill and with other engines, each in a fresh process."""
     check_plot(plot)
-    measured = _counts("--lengths", lengths)
+    measured = parse_counts("--lengths", lengths)
 
     from longfill.bench.machine import describe_machine
     from longfill.bench.prefill import PrefillPlan, check_peers
 
     peers = check_peers([] if against == "none" else [name.strip() for name in against.split(",")])
     limits = {} if peer_memory_limit is None else {"peer_memory_limit": _size(peer_memory_limit)}
-    with _model(engine, preset, keep, peers) as (name, folder, scratch):
+    with benchmark_model(engine, preset, keep, peers) as (name, folder, scratch):
         plan = PrefillPlan(
             folder=folder,
             engine=engine if preset is None else dataclasses.replace(engine, hf_overrides=None),
@@ -142,13 +142,13 @@ def prefill(
         "peer_memory_limit": plan.peer_memory_limit,
         "results": [result.to_json() for result in results],
     }
-    _finish(values, plot, as_json)
+    finish(values, plot, as_json)
     return 0 if all(result.status == "ok" for result in results if result.engine == "longfill") else 1
 
 
 @app.command("report")
 def report(
-    file: Annotated[Path, typer.Argument(help="What `bench kernels --json` or `bench prefill --json` printed")],
+    file: Annotated[Path, typer.Argument(help="What `bench kernels`, `prefill` or `decode` printed with --json")],
     plot: PlotFlag = None,
 ) -> int:
     """Print a saved result as Markdown tables, and draw its picture again."""
@@ -166,9 +166,10 @@ def report(
     return 0
 
 
-def _counts(flag: str, text: str) -> list[int]:
+def parse_counts(flag: str, text: str, *, least: int = 1) -> list[int]:
+    """`"1,2"` -> [1, 2], each once; raises ConfigError for anything but counts of at least `least`."""
     parts = [part.strip() for part in text.split(",")]
-    if not all(part.isascii() and part.isdigit() and int(part) > 0 for part in parts):
+    if not all(part.isascii() and part.isdigit() and int(part) >= least for part in parts):
         raise ConfigError(f"{flag}: expected counts such as 1,2, got {text!r}")
     return list(dict.fromkeys(int(part) for part in parts))
 
@@ -200,7 +201,7 @@ def check_plot(plot: Path | None) -> None:
 
 
 @contextlib.contextmanager
-def _model(
+def benchmark_model(
     engine: EngineArgs, preset: str | None, keep: Path | None, peers: tuple[str, ...]
 ) -> Iterator[tuple[str, Path, Path]]:
     """(name, folder, scratch folder) of the model to measure; a preset's checkpoint is written unless it is there."""
@@ -262,7 +263,8 @@ def _summary(result: PrefillResult) -> str:
     return f"{who}: {duration(result.seconds)}, {result.tokens_per_s:,.0f} tokens/s{memory}"
 
 
-def _finish(values: dict[str, Any], plot: Path | None, as_json: bool) -> None:
+def finish(values: dict[str, Any], plot: Path | None, as_json: bool) -> None:
+    """Draw the picture and print the result."""
     from longfill.bench.tables import markdown
 
     _draw(values, plot)
@@ -276,8 +278,10 @@ def _draw(values: Mapping[str, Any], plot: Path | None) -> None:
     if plot is None:
         return
     check_plot(plot)
+    from longfill.bench.decode_plot import draw_decode
     from longfill.bench.prefill_plot import draw_prefill
     from longfill.bench.roofline import draw_roofline
 
-    written = (draw_roofline if "kernels" in values else draw_prefill)(values, plot)
+    draw = draw_roofline if "kernels" in values else draw_decode if "decodes" in values else draw_prefill
+    written = draw(values, plot)
     stderr().print(f"longfill: wrote {', '.join(str(path) for path in written)}", soft_wrap=True)

@@ -7,8 +7,9 @@ what no later step changes, and computes nothing for a request that was preempte
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from torch import Tensor
 
@@ -30,37 +31,37 @@ class StepOutcome:
     results: tuple[StepResult, ...]
     plan_seconds: float
 
-    @property
+    @cached_property
     def token_ids(self) -> dict[str, tuple[int, ...]]:
         """Request id -> the tokens that it sampled."""
         return {name: tuple(token.token_id for token in tokens) for name, tokens in self.sampled.items()}
 
-    @property
+    @cached_property
     def sampled(self) -> dict[str, tuple[SampledToken, ...]]:
         return {name: tokens for result in self.results for name, tokens in result.sampled.items()}
 
-    @property
+    @cached_property
     def logits(self) -> dict[str, Tensor]:
         """Request id -> fp32 [tokens it sampled, vocabulary]."""
         return {name: rows for result in self.results for name, rows in result.logits.items()}
 
-    @property
+    @cached_property
     def failed(self) -> dict[str, str]:
         return {name: why for result in self.results for name, why in result.failed.items()}
 
-    @property
+    @cached_property
     def prompt_logprobs(self) -> dict[str, PromptLogprobs]:
         """Request id -> log-probabilities of the prompt tokens that its rows say something of, where wanted."""
         return {name: found for result in self.results for name, found in result.prompt_logprobs.items()}
 
-    @property
+    @cached_property
     def screen(self) -> ScreenCounts:
         counts = ScreenCounts()
         for result in self.results:
             counts += result.screen
         return counts
 
-    @property
+    @cached_property
     def seconds(self) -> dict[str, float]:
         """Stage -> seconds, of all calls."""
         total: dict[str, float] = {"plan": self.plan_seconds}
@@ -69,14 +70,13 @@ class StepOutcome:
                 total[stage] = total.get(stage, 0.0) + seconds
         return total
 
-    @property
-    def spec(self) -> SpecDecodingStats:
-        """What became of the drafts in it."""
-        stats, sampled = SpecDecodingStats(), self.sampled
+    def spec(self, booked: Container[str]) -> SpecDecodingStats:
+        """What became of its drafts, for the requests in `booked`: a step behind a request's end counts for nothing."""
+        stats = SpecDecodingStats()
         for plan in self.plans:
             for request in plan.requests:
-                if request.num_drafts and request.request_id in sampled:
-                    stats.observe(request.num_drafts, len(sampled[request.request_id]) - 1)
+                if request.num_drafts and request.request_id in booked:
+                    stats.observe(request.num_drafts, len(self.sampled[request.request_id]) - 1)
         return stats
 
 

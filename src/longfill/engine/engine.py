@@ -11,8 +11,6 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import psutil
-
 from longfill import compatibility
 from longfill.cache import KVCacheManager
 from longfill.cache.prefix import PrefixIdentity
@@ -21,7 +19,7 @@ from longfill.engine.compute import StepComputer, StepOutcome
 from longfill.engine.fanout import Fanout
 from longfill.engine.live import LiveRequest
 from longfill.engine.pipeline import Computed, StepPipeline
-from longfill.engine.stats import EngineStats, StepStats
+from longfill.engine.stats import EngineStats, ResidentMemory, StepStats
 from longfill.engine.tokenizer import Tokenizer
 from longfill.errors import ConfigError, RequestError
 from longfill.models.config import ModelConfig
@@ -71,7 +69,7 @@ class LLMEngine:
         self._preempted: tuple[str, ...] = ()
         self._fanout = Fanout(self._queue, self._live, at_once=not args.enable_prefix_caching)
         self._ordinal = 0
-        self._process = psutil.Process()
+        self._memory = ResidentMemory()
 
     @property
     def has_unfinished_requests(self) -> bool:
@@ -132,22 +130,25 @@ class LLMEngine:
         live = self._live.pop(request_id, None)
         return None if live is None else live.output()
 
-    def step(self) -> list[RequestOutput]:
+    def step(self, *, final_only: bool = False) -> list[RequestOutput]:
         """Advance by one step; returns an output for every request that got a token or ended in it.
+
+        An output holds all tokens so far. With `final_only` those of unfinished requests, which somebody would have to
+        make anew and longer in each step, are left out (but not those of n > 1 completions).
 
         With `--async-scheduling` that step was scheduled earlier, and others are on their way behind it. Those that
         nobody waits for any more are waited for here, so that all pages are back once the last request has ended.
         """
         outputs = self._schedule()
         if self._pipeline:
-            outputs += self._finish_step()
+            outputs += self._finish_step(final_only)
         else:
             self.last_step = None
         while self._pipeline and not self._live:
-            self._finish_step()
+            self._finish_step(final_only)
         return self._fanout.deliver(outputs)
 
-    def _finish_step(self) -> list[RequestOutput]:
+    def _finish_step(self, final_only: bool) -> list[RequestOutput]:
         """Wait for the oldest step and book it."""
         try:
             computed = self._pipeline.wait()
@@ -167,9 +168,10 @@ class LLMEngine:
             for scheduled in schedule.requests
             if (live := self._live.get(scheduled.request_id)) is not None
         }
-        outputs = [self._deliver(advance, outcome) for advance in advanced]
-        self._record(computed, progress, waited)
-        return outputs
+        outputs = [self._deliver(advance, outcome, final_only) for advance in advanced]
+        sampled = {advance.request.request_id for advance in advanced if advance.num_tokens}
+        self._record(computed, progress, sampled, waited)
+        return [output for output in outputs if output is not None]
 
     def _append_prompt_logprobs(self, computed: Computed[StepOutcome]) -> None:
         """Hand over what a step says of prompts, to those requests that still run as they did when it was scheduled."""
@@ -202,7 +204,7 @@ class LLMEngine:
                 break
         return outputs
 
-    def _deliver(self, advance: Advance, outcome: StepOutcome) -> RequestOutput:
+    def _deliver(self, advance: Advance, outcome: StepOutcome, final_only: bool) -> RequestOutput | None:
         """Hand a request its new tokens, or the reason why it failed; a stop string may end it here."""
         request = advance.request
         live = self._live[request.request_id]
@@ -210,6 +212,8 @@ class LLMEngine:
             self._append(live, advance.num_tokens, outcome)
         if request.is_finished:
             del self._live[request.request_id]
+        elif final_only and not self._fanout.gathers(request.request_id):
+            return None
         return live.output()
 
     def _append(self, live: LiveRequest, num_tokens: int, outcome: StepOutcome) -> None:
@@ -226,8 +230,10 @@ class LLMEngine:
                 request.finish_reason, request.stop_reason = FinishReason.STOP, stop
                 return
 
-    def _record(self, computed: Computed[StepOutcome], progress: dict[str, tuple[int, int]], waited: float) -> None:
-        """Count a step that is booked; `waited` is when its result was there for the host."""
+    def _record(
+        self, computed: Computed[StepOutcome], progress: dict[str, tuple[int, int]], sampled: set[str], waited: float
+    ) -> None:
+        """Count a step that gave tokens to `sampled`; `waited` is when its result was there for the host."""
         outcome, booked = computed.result, time.perf_counter()
         full = len(self.model_config.full_indexer_layers)
         layers = self.model_config.num_layers if self.worker.kernels.use_workspace else 0
@@ -251,11 +257,11 @@ class LLMEngine:
             screened_pairs=outcome.screen.screened,
             screen_survivors=outcome.screen.survivors,
             gathered_rows=layers * sum(plan.gathered_rows for plan in outcome.plans),
-            spec=outcome.spec,
+            spec=outcome.spec(sampled),
             seconds=seconds,
             progress=progress,
             preempted=self._preempted,
-            rss_bytes=self._process.memory_info().rss,
+            rss_bytes=self._memory.bytes(booked),
         )
         self._preempted = ()
         self.stats.add(step)

@@ -63,6 +63,10 @@ class Fanout:
         self._families[request_id] = family
         self._places |= {child_id: (family, index) for index, child_id in enumerate(child_ids)}
 
+    def gathers(self, request_id: str) -> bool:
+        """Whether a queued request is one of several completions, whose every output counts."""
+        return request_id in self._places
+
     def deliver(self, outputs: Sequence[RequestOutput]) -> list[RequestOutput]:
         """A step's outputs as their callers know them; queues the completions that waited for a first token."""
         delivered: dict[str, RequestOutput | _Family] = {}

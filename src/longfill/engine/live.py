@@ -59,8 +59,7 @@ class LiveRequest:
         """What the token at a position of the sequence depends on besides the logits."""
         request = self.request
         if self._history is None and request.params.has_penalties:
-            prompt = request.token_ids[: request.num_prompt_tokens]
-            self._history = TokenHistory(prompt, self._vocab_size, request.output_token_ids.tolist())
+            self._history = TokenHistory(request.token_ids[: request.num_prompt_tokens], self._vocab_size)
         return SampleInput(
             request.request_id,
             request.params,

@@ -112,7 +112,7 @@ class LLM:
     def _run(self, on_step: Callable[[StepStats], None] | None) -> dict[str, RequestOutput]:
         done: dict[str, RequestOutput] = {}
         while self.engine.has_unfinished_requests:
-            outputs = self.engine.step()
+            outputs = self.engine.step(final_only=True)
             done.update({output.request_id: output for output in outputs if output.finished})
             if self.engine.last_step is None and not outputs:
                 raise CapacityError("no request can be scheduled and nothing runs: the KV pool is held from outside")

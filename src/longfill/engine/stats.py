@@ -1,11 +1,13 @@
 """What each step counts, in one record that progress bars, JSON output, benchmarks and the planner's check all read.
 
-Imports nothing of the house. Invariant: every count comes from the plan that the step executed.
+Imports nothing of the house, and psutil. Invariant: every count comes from the plan that the step executed.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+
+import psutil
 
 
 @dataclass
@@ -83,9 +85,27 @@ class StepStats:
     """Request id -> (num_computed_tokens, num_tokens), for every request of the step."""
     preempted: tuple[str, ...]
     rss_bytes: int
-    """Resident memory of the process after the step."""
+    """Resident memory of the process after the step, or up to `ResidentMemory.SECONDS` before."""
     spec: SpecDecodingStats = field(default_factory=SpecDecodingStats)
     """What became of the drafts that the step verified."""
+
+
+class ResidentMemory:
+    """Bytes of this process, looked up only so often: a look costs as much as planning a small step."""
+
+    SECONDS = 0.1
+    """A figure is used again for so long."""
+
+    def __init__(self) -> None:
+        self._process = psutil.Process()
+        self._looked = -self.SECONDS
+        self._bytes = 0
+
+    def bytes(self, now: float) -> int:
+        """At `now`, in seconds of any one clock that started at 0 or later."""
+        if now - self._looked >= self.SECONDS:
+            self._looked, self._bytes = now, self._process.memory_info().rss
+        return self._bytes
 
 
 @dataclass

@@ -9,6 +9,7 @@ Shape suffixes: T positions · P rope dim.
 from __future__ import annotations
 
 import math
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -27,8 +28,11 @@ def rope_tables(rope: RopeConfig, positions_T: Tensor) -> tuple[Tensor, Tensor]:
     return angles.cos() * scale, angles.sin() * scale
 
 
+@cache
 def inverse_frequencies(rope: RopeConfig) -> tuple[Tensor, float]:
-    """Inverse frequencies, float32 [P/2], and the factor by which cosines and sines are multiplied."""
+    """Inverse frequencies, float32 [P/2], and the factor by which cosines and sines are multiplied. Not to be changed:
+    they are made once, since every step asks for them.
+    """
     exponents = torch.arange(0, rope.dim, 2, dtype=torch.float32) / rope.dim
     pos_freqs = rope.theta**exponents
     if rope.type == "default":

@@ -43,7 +43,8 @@ def slot_mapping(
     rows_per_block, rest = divmod(page_size, positive("compress_ratio", compress_ratio))
     if rest:
         raise ValueError(f"compress_ratio {compress_ratio} does not divide the page size {page_size}")
-    check_table(pages, positions, page_size)
+    if positions.size:
+        check_table(pages, int(positions.min()), int(positions.max()), page_size)
     rows = positions // compress_ratio
     blocks = pages[rows // rows_per_block]
     slots = blocks * rows_per_block + rows % rows_per_block
@@ -52,11 +53,8 @@ def slot_mapping(
     return slots
 
 
-def check_table(pages: Int64Array, positions: Int64Array, page_size: int, where: str = "") -> None:
-    """Raise ValueError, behind the prefix `where`, unless the table has a page for the lowest to highest position."""
-    if positions.size == 0:
-        return
-    low, high = int(positions.min()), int(positions.max())
+def check_table(pages: Int64Array, low: int, high: int, page_size: int, where: str = "") -> None:
+    """Raise ValueError, behind the prefix `where`, unless the table has a page for positions `low` to `high`."""
     if low < 0 or high >= pages.size * page_size:
         raise ValueError(
             f"{where}position {low if low < 0 else high} is outside its page table of {pages.size} pages of "

@@ -143,7 +143,7 @@ def _check(request: StepRequest, page_size: int) -> None:
         raise ValueError(
             f"{where}{request.num_drafts} drafts in {request.query_len} rows; drafts follow a row that is sampled from"
         )
-    check_table(request.pages, np.array([request.start, request.seq_len - 1]), page_size, where)
+    check_table(request.pages, request.start, request.seq_len - 1, page_size, where)
 
 
 def _slots(

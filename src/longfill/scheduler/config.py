@@ -28,7 +28,7 @@ class SchedulerConfig:
     max_num_scheduled_tokens: int | None = None
     """Tokens of one step (None: max_num_batched_tokens)."""
     max_num_active_seqs: int | None = None
-    """Running requests beyond which nobody is admitted (None: max_num_seqs)."""
+    """Of these, so many at most (None: all); vLLM's knob to leave seats to sessions that pause."""
     long_prefill_token_threshold: int = 0
     long_prefill_token_threshold_adaptive: bool = False
     prefill_schedule_interval: int = 1
@@ -67,6 +67,11 @@ class SchedulerConfig:
                 f"--long-prefill-token-threshold: {self.long_prefill_token_threshold:,} is more than --max-model-len "
                 f"{self.max_model_len:,}, so it would never apply; lower it"
             )
+        if self.decode_share >= 1:
+            raise ConfigError(
+                f"--decode-share: {self.decode_share} leaves prompts no time beside decodes, so they would wait until "
+                "none runs; give a share below 1"
+            )
 
     @property
     def step_tokens(self) -> int:
@@ -75,8 +80,9 @@ class SchedulerConfig:
 
     @property
     def active_seqs(self) -> int:
-        """Most requests running when another is admitted."""
-        return min(self.max_num_active_seqs or self.max_num_seqs, self.max_num_seqs)
+        """Most requests that run at once: each must find a row in every step."""
+        rows = min(self.step_tokens, self.max_num_batched_tokens // (1 + self.draft_slots))
+        return min(self.max_num_active_seqs or self.max_num_seqs, self.max_num_seqs, rows)
 
 
 def scheduler_config(

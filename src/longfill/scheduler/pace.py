@@ -1,7 +1,7 @@
 """How long steps take, as observed, and how many prompt tokens a step may hold beside decodes.
 
 Imports nothing of the house. Invariant: with decodes running, steps on average take no longer than a decode-only step
-divided by the decodes' share, unless a prompt is late for its target.
+divided by the decodes' share, unless a prompt is late for its target; and prompts never stop for long.
 """
 
 from __future__ import annotations
@@ -14,6 +14,10 @@ QUANTUM = 64
 """Tokens below which a chunk costs more for reading weights than for its own work; none smaller is planned."""
 PROBE_STEPS = 64
 """After so many steps without a decode-only one, one is run to see what it takes."""
+MOST_PAUSES = 64
+"""Decode-only steps that pay for the slow ones before them, at most: a step that took minutes is forgiven."""
+UNKNOWN_TOKEN_S = 1e-4
+"""Seconds a prompt token takes, until a step has told."""
 
 
 class Pace:
@@ -23,10 +27,22 @@ class Pace:
         self.decode_share = decode_share
         self.decode_step_s: float | None = None
         """A step of decode rows alone."""
-        self.token_s: float | None = None
-        """A prompt's token in a step, beyond what the step takes without."""
+        self._prompt_s = self._prompt_tokens = 0.0
         self._debt_s = 0.0
-        self._steps_unseen = 0
+        self._steps_unseen = PROBE_STEPS  # the first step that could hold both is a probe
+
+    @property
+    def token_s(self) -> float | None:
+        """A prompt's token in a step, beyond what the step takes without; None until a step has told.
+
+        A mean over tokens, not over steps: in a chunk of a few tokens hardly any of the time is theirs.
+        """
+        return self._prompt_s / self._prompt_tokens if self._prompt_tokens else None
+
+    def prompt_s(self, num_tokens: int) -> float:
+        """Seconds that a prompt still needs at least, if it had the machine to itself."""
+        token_s = UNKNOWN_TOKEN_S if self.token_s is None else self.token_s
+        return (self.decode_step_s or 0.0) + num_tokens * token_s
 
     def observe(self, seconds: float, *, decodes: int, prompt_tokens: int, target_s: float | None = None) -> None:
         """Count a booked step. `target_s` is how long it was allowed to take for its decodes (None: no matter)."""
@@ -34,29 +50,47 @@ class Pace:
             self.decode_step_s = _mean(self.decode_step_s, seconds)
             self._steps_unseen = 0
         else:
-            self.token_s = _mean(self.token_s, max(0.0, seconds - (self.decode_step_s or 0.0)) / prompt_tokens)
-            self._steps_unseen += decodes > 0
+            own = max(0.0, seconds - (self.decode_step_s or 0.0))
+            self._prompt_s += own - SMOOTHING * self._prompt_s
+            self._prompt_tokens += prompt_tokens - SMOOTHING * self._prompt_tokens
         if decodes == 0:
             self._debt_s = 0.0
         elif target_s is not None:
-            self._debt_s = max(0.0, self._debt_s + seconds - target_s)
+            self._debt_s = min(max(0.0, self._debt_s + seconds - target_s), MOST_PAUSES * self._pause_pays_s)
 
-    def step_target_s(self, late_target_s: float | None = None) -> float | None:
-        """Seconds that a step with decodes may take; `late_target_s` replaces the share while a prompt is late."""
-        if self.decode_step_s is None or self.decode_share == 0:
-            return None
-        target = self.decode_step_s / self.decode_share
-        return target if late_target_s is None else max(target, late_target_s)
+    def allowance(self) -> float:
+        """Prompt tokens that the next step, which has decodes, may hold: infinite while nothing is known of its time.
 
-    def prompt_tokens(self, target_s: float | None) -> float:
-        """Prompt tokens that a step with decodes may hold; infinite while nothing is known about its time."""
+        To be called once for each such step.
+        """
         if self.decode_share == 0:
             return math.inf
-        if self._steps_unseen >= PROBE_STEPS or self._debt_s > 0:
+        if self._steps_unseen >= PROBE_STEPS and self.token_s is not None:
+            self._steps_unseen = 0
             return 0
-        if target_s is None or not self.token_s or self.decode_step_s is None:
+        self._steps_unseen += 1
+        # Never less than a whole pause: most of it would be a gift.
+        if self._debt_s > 0 and self._debt_s >= self._pause_pays_s:
+            return 0
+        return self.tokens_within(self.target_s)
+
+    def tokens_within(self, seconds: float | None) -> float:
+        """Prompt tokens in a step, which has decodes, of so many seconds (None: any); a QUANTUM at least."""
+        if seconds is None or self.decode_step_s is None or not self.token_s:
             return math.inf
-        return max(QUANTUM, int((target_s - self.decode_step_s) / self.token_s))
+        return max(QUANTUM, (seconds - self.decode_step_s) / self.token_s)
+
+    @property
+    def target_s(self) -> float | None:
+        """Seconds that a step with decodes may take for their share (None: any, or not known yet)."""
+        if self.decode_step_s is None or self.decode_share == 0:
+            return None
+        return self.decode_step_s / self.decode_share
+
+    @property
+    def _pause_pays_s(self) -> float:
+        """By so much a step without prompts is shorter than it might be."""
+        return (self.target_s or 0.0) - (self.decode_step_s or 0.0)
 
 
 def _mean(old: float | None, new: float) -> float:

@@ -43,6 +43,11 @@ class ScheduledRequest:
     num_prompt_tokens: int
     """The token that the row at position p samples is output number `p + 1 - num_prompt_tokens`, from 0."""
 
+    @property
+    def is_one_row(self) -> bool:
+        """Whether it computes one token, and its drafts, to sample from: a decode, or the last token of a prompt."""
+        return self.samples and self.num_tokens - self.num_drafts == 1
+
 
 @dataclass(frozen=True, eq=False)
 class Schedule:

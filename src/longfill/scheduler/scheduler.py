@@ -93,6 +93,9 @@ class Scheduler:
     def is_running(self, request: Request) -> bool:
         return request.request_id in self._running
 
+    def is_waiting(self, request: Request) -> bool:
+        return self.requests.get(request.request_id) is request and not self.is_running(request)
+
     def add_request(self, request: Request) -> None:
         """Queue a request. Raises RequestError, with the numbers, for one that could never be finished."""
         if request.request_id in self.requests:
@@ -172,6 +175,10 @@ class Scheduler:
         if schedule.requests:
             self._in_flight.append(schedule)
             self._targets[schedule.step] = step.target_s
+        stuck = None if self._in_flight else next(iter(self._waiting), None)
+        why = self._watchdog.idle(stuck, self.now)
+        if stuck is not None and why is not None:
+            self._stalled.append((stuck, why))
         return schedule
 
     def retract(self, schedule: Schedule) -> None:
@@ -202,8 +209,7 @@ class Scheduler:
         failed = failed or {}
         if schedule.requests and schedule is not self._in_flight[0]:
             raise ValueError(f"step {schedule.step} is booked before step {self._in_flight[0].step}, which is older")
-        self._leave_flight(schedule)
-        target = self._targets.pop(schedule.step, None)
+        target = self._leave_flight(schedule)
         if seconds is not None:
             self._planner.observe(schedule, seconds, target)
         advanced: list[Advance] = []
@@ -256,11 +262,6 @@ class Scheduler:
 
     def _end_stalled(self) -> list[Request]:
         """End the requests that make no progress; the planner takes care of all others."""
-        nothing_runs = not self._running and not self._in_flight
-        first = next(iter(self._waiting), None) if nothing_runs else None
-        idle = self._watchdog.idle(first, self.now)
-        if first is not None and idle is not None:
-            self._stalled.append((first, idle))
         stalled = [(request, why) for request, why in self._stalled if not request.is_finished]
         self._stalled = []
         for request, why in stalled:
@@ -272,10 +273,12 @@ class Scheduler:
         """Whether the request still runs under the admission that was scheduled."""
         return self._admissions.get(scheduled.request_id) == scheduled.admission
 
-    def _leave_flight(self, schedule: Schedule) -> None:
+    def _leave_flight(self, schedule: Schedule) -> float | None:
+        """Free what the step alone kept busy; returns the seconds that it was planned to take at most."""
         if schedule.requests:
             self._in_flight.remove(schedule)
         self.cache.settle(self._in_flight[0].step if self._in_flight else None)
+        return self._targets.pop(schedule.step, None)
 
     def _release(self, request_id: str) -> None:
         """End a request's admission, if it has one: its pages are free once no step in flight can write them."""

@@ -27,7 +27,7 @@ class Watchdog:
     def __init__(self, timeout: float) -> None:
         self.timeout = timeout
         self._progress: dict[str, _Progress] = {}
-        self._idle_since: float | None = None
+        self._idle: tuple[Request, float] | None = None
 
     def booked(self, request: Request, now: float, *, got_token: bool) -> None:
         """Note what a step that is booked has done for a request."""
@@ -42,8 +42,11 @@ class Watchdog:
 
     def preempted(self, request: Request, now: float) -> str | None:
         """Why the request should end instead of being computed once more, if it should."""
-        known = self._progress.get(request.request_id)
-        if known is None or request.num_preemptions - known.preemptions < 2 or now - known.at < self.timeout:
+        # One that was never booked has progressed last when it was admitted, before this preemption.
+        known = self._progress.setdefault(
+            request.request_id, _Progress(at=now, preemptions=request.num_preemptions - 1)
+        )
+        if request.num_preemptions - known.preemptions < 2 or now - known.at < self.timeout:
             return None
         return (
             f"request {request.request_id}: no token and no newly computed token for {now - known.at:,.0f} s, while it "
@@ -52,17 +55,17 @@ class Watchdog:
             "together: lower --max-num-seqs, raise --memory-budget, or raise --progress-timeout"
         )
 
-    def idle(self, first_waiting: Request | None, now: float) -> str | None:
-        """Why the first request in the queue should end, given that nothing runs (None: something does)."""
-        if first_waiting is None:
-            self._idle_since = None
+    def idle(self, first: Request | None, now: float) -> str | None:
+        """Why the first request in the queue should end, after a step that nothing came of (None: one that ran)."""
+        if first is None:
+            self._idle = None
             return None
-        if self._idle_since is None:
-            self._idle_since = now
-        if now - self._idle_since < self.timeout:
+        if self._idle is None or self._idle[0] is not first:
+            self._idle = first, now
+        waited = now - self._idle[1]
+        if waited < self.timeout:
             return None
-        waited, self._idle_since = now - self._idle_since, None
         return (
-            f"request {first_waiting.request_id}: it waited {waited:,.0f} s while nothing ran and it still finds no "
+            f"request {first.request_id}: it waited {waited:,.0f} s while nothing ran and it still finds no "
             "room in the KV pool, whose pages are held from outside the scheduler"
         )

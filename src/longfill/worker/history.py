@@ -19,7 +19,7 @@ Logits = npt.NDArray[np.float64]
 
 
 class TokenHistory:
-    """One request's tokens, counted as they come: a prompt is read once, however long it is.
+    """One request's tokens, counted as they come: a prompt is read once, however long it is, into V bytes.
 
     The sampler appends what it draws. A row names, by its output index, the outputs that it sees: what was drawn behind
     them under an admission that is over is forgotten, and drawn again. `output_token_ids` are outputs known before.
@@ -28,8 +28,8 @@ class TokenHistory:
     def __init__(self, prompt_token_ids: TokenIds, vocab_size: int, output_token_ids: Sequence[int] = ()) -> None:
         self.in_prompt_V = np.zeros(vocab_size, dtype=np.bool_)
         self.in_prompt_V[prompt_token_ids] = True
-        self.output_counts_V = np.zeros(vocab_size, dtype=np.int64)
         self._outputs: list[int] = []
+        self._counts: dict[int, int] = {}
         for token_id in output_token_ids:
             self.append(token_id)
 
@@ -37,17 +37,24 @@ class TokenHistory:
     def num_output_tokens(self) -> int:
         return len(self._outputs)
 
+    def output_counts(self) -> tuple[TokenIds, TokenIds]:
+        """The different tokens of the output, and how often each occurs: both int64 [tokens]."""
+        size = len(self._counts)
+        return np.fromiter(self._counts, np.int64, size), np.fromiter(self._counts.values(), np.int64, size)
+
     def append(self, token_id: int) -> None:
         """Count one more output."""
         self._outputs.append(token_id)
-        self.output_counts_V[token_id] += 1
+        self._counts[token_id] = self._counts.get(token_id, 0) + 1
 
     def truncate(self, num_output_tokens: int) -> None:
         """Forget the outputs behind the first `num_output_tokens`. Raises ValueError if it does not know so many."""
         if num_output_tokens > len(self._outputs):
             raise ValueError(f"a row sees {num_output_tokens} outputs, but only {len(self._outputs)} were counted")
         for token_id in self._outputs[num_output_tokens:]:
-            self.output_counts_V[token_id] -= 1
+            self._counts[token_id] -= 1
+            if self._counts[token_id] == 0:
+                del self._counts[token_id]
         del self._outputs[num_output_tokens:]
 
 
@@ -68,7 +75,7 @@ def adjusted(
 
     In vLLM's order (the steps of `vllm/v1/sample/sampler.py`, which come before temperature): min_tokens masks
     `stop_token_ids`, logit_bias is added, then the penalties, of which repetition (arXiv:1909.05858) comes first,
-    frequency and presence next. Raises ValueError where penalties are asked for without a `history`.
+    then frequency and presence. Raises ValueError where penalties are asked for without a `history`.
     """
     logits_V = logits_V.copy()
     if output_index < params.min_tokens:
@@ -80,17 +87,17 @@ def adjusted(
             raise ValueError("penalties need the request's history")
         _penalise(logits_V, params, history)
     # Divided by a penalty next to nothing; infinite logits would leave no difference to compute with.
-    return np.minimum(logits_V, np.finfo(np.float64).max)
+    return np.minimum(logits_V, np.finfo(np.float64).max, out=logits_V)
 
 
 def _penalise(logits_V: Logits, params: SamplingParams, history: TokenHistory) -> None:
-    counts_V = history.output_counts_V
+    outputs, counts = history.output_counts()
     if params.repetition_penalty != 1:
-        seen = np.flatnonzero(history.in_prompt_V | (counts_V > 0))
-        values = logits_V[seen]
+        seen_V = history.in_prompt_V.copy()
+        seen_V[outputs] = True
+        values = logits_V[seen_V]
         with np.errstate(over="ignore"):
-            logits_V[seen] = np.where(
+            logits_V[seen_V] = np.where(
                 values > 0, values / params.repetition_penalty, values * params.repetition_penalty
             )
-    logits_V -= params.frequency_penalty * counts_V
-    logits_V -= params.presence_penalty * (counts_V > 0)
+    logits_V[outputs] -= params.frequency_penalty * counts + params.presence_penalty

@@ -21,6 +21,7 @@ from longfill.kernels.workspace import SELECT_TILE, WorkspaceSizes, attention_ti
 from longfill.models.config import ModelConfig
 from longfill.partition import LONG_MODEL_LEN, prefill_workspace_rows
 from longfill.units import NumPages, PageSize, pages_for
+from longfill.worker.sampler import ROW_BYTES
 
 TILE_COPIES = 5
 """Arrays of ATTENTION_TILE_BYTES that attention holds at its peak: rows as stored, decoded, scores, weights, out."""
@@ -189,6 +190,11 @@ def _fixed_rows(
         # Those of a step that waits to be booked stay beside the ones in work.
         MemoryRow(
             "logits", (2 + args.steps_in_flight) * 4 * sampled * config.vocab_size, f"{sampled} rows of a step, fp32"
+        ),
+        MemoryRow(
+            "sampling",
+            (ROW_BYTES + args.max_num_seqs) * config.vocab_size,
+            "one row in float64, and which tokens each prompt has",
         ),
     ]
     if not kernels.native:

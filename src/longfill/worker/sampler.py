@@ -10,6 +10,7 @@ Shape suffixes: S rows of this step · R rows of one request · V vocabulary.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -27,6 +28,9 @@ Weights = npt.NDArray[np.float64]
 
 MAX_STOP_STRINGS = 256
 """Every stop string is looked for at every token; more than this is an attack or a mistake."""
+
+ROW_BYTES = 80
+"""Bytes that drawing from one row takes at most, for each token of the vocabulary (measured: up to 78)."""
 
 _FIRST_CANDIDATES = 1024
 """Top-p sorts this many of the likeliest tokens first, and more only if they do not reach p."""
@@ -182,8 +186,7 @@ def _best(logits_RV: Tensor, rows: int) -> list[int | None]:
     # One pass serves all: max() hands NaN on, and takes the first of equal values, which is the lower token id.
     best_R, argmax_R = logits_RV.max(dim=-1)
     return [
-        token if finite else None
-        for token, finite in zip(argmax_R.tolist(), torch.isfinite(best_R).tolist(), strict=True)
+        token if math.isfinite(best) else None for token, best in zip(argmax_R.tolist(), best_R.tolist(), strict=True)
     ]
 
 

@@ -58,7 +58,7 @@ def verify_step(logits_SV: Tensor, plan: StepPlan, inputs: Sequence[SampleInput]
         try:
             sampled[request.request_id] = verify(logits_SV[first:last], row, drafts.tolist())
         except LogitsError as error:
-            failed[request.request_id] = str(error)
+            failed |= error.reasons
     return sampled, failed
 
 
