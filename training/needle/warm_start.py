@@ -1,0 +1,142 @@
+"""What makes the draft layer quick to train: coordinates in which nothing is faint, and a first guess.
+
+The names that bind a digit to its fact reach the draft layer only as a faint part of the main model's last hidden
+states, under what the last layers wrote for the next token. So the layer's matrices are trained in whitened
+coordinates of those states and folded back for export; the hidden state is passed on as it is, the token written
+where the states are strong; and the index and the queries start as those of the main model's layers that look up
+facts, fitted to this input by least squares.
+"""
+
+from __future__ import annotations
+
+import random
+
+import torch
+from data import Shape, make_batch
+from draft import DraftLayer, rounded
+from model import Attention, Indexer, MoE, NeedleModel
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+BATCHES = 60
+TOKEN_DIRECTIONS = 32  # of the hidden states' 128, the strongest
+RIDGE = 1e-3
+QUIET = 0.1  # how much the layer's own outputs are damped at first, so that what it is given passes through
+INDEX_LAYER = 1
+READ_LAYER = 2
+
+
+class _Through(nn.Module):
+    """A weight [..., out, in] as `left` x the trained matrix x `right`, rounded to bf16 as in the checkpoint."""
+
+    def __init__(self, left: Tensor | None, right: Tensor | None) -> None:
+        super().__init__()
+        self.left, self.right = left, right
+
+    def forward(self, inner: Tensor) -> Tensor:
+        weight = inner if self.left is None else self.left @ inner
+        weight = weight if self.right is None else weight @ self.right
+        return rounded(weight)
+
+    def right_inverse(self, weight: Tensor) -> Tensor:
+        inner = weight if self.left is None else torch.linalg.solve(self.left, weight)
+        return inner if self.right is None else torch.linalg.solve(self.right.T, inner.mT).mT
+
+
+@torch.no_grad()
+def warm_start(draft: DraftLayer, main: NeedleModel, shape: Shape, seed: int) -> None:
+    """Writes the first guess into `draft` and lays the coordinates under its matrices."""
+    states, rows, tokens, looked_up, read = _look(main, shape, seed)
+    states, rows = draft.hnorm(states), draft.hnorm(rows)
+    values, vectors = torch.linalg.eigh(states.T @ states / len(states))
+    spread = (values.clamp_min(0) + RIDGE).sqrt()
+    strong = vectors[:, -TOKEN_DIRECTIONS:] * spread[-TOKEN_DIRECTIONS:]
+    size = draft.config.hidden_size
+    draft.eh_proj.weight[:, :size] = strong @ torch.randn(TOKEN_DIRECTIONS, size) * size**-0.5
+    draft.eh_proj.weight[:, size:] = torch.eye(size)
+    x = draft.layer.input_layernorm(draft.join(tokens, rows, torch.ones(1)))
+    _copy_lookup(draft.layer.self_attn, main, x, looked_up, read)  # type: ignore[arg-type]
+    _lay_coordinates(draft, (vectors * spread) @ vectors.T, (vectors / spread) @ vectors.T)
+
+
+def _look(main: NeedleModel, shape: Shape, seed: int) -> tuple[Tensor, ...]:
+    """Last hidden states of all rows; for the rows that know a name also the next token and two layers' inputs."""
+    rng = random.Random(seed)
+    caught: dict[int, Tensor] = {}
+
+    def catch(number: int) -> torch.utils.hooks.RemovableHandle:
+        def keep(_module: nn.Module, _inputs: tuple[Tensor, ...], out: Tensor) -> None:
+            caught[number] = out.flatten(0, 1)
+
+        norm: nn.Module = main.layers[number].input_layernorm  # type: ignore[assignment]
+        return norm.register_forward_hook(keep)
+
+    hooks = [catch(INDEX_LAYER), catch(READ_LAYER)]
+    parts: list[tuple[Tensor, ...]] = []
+    for _ in range(BATCHES):
+        batch = make_batch(rng, shape)
+        hidden = main(batch.tokens, batch.positions, sparse=True).flatten(0, 1)
+        following = batch.targets.flatten()
+        rows = batch.name_rows[following[batch.name_rows] >= 0]
+        tokens = main.embed_tokens(following[rows])
+        parts.append(
+            (hidden[following >= 0], hidden[rows], tokens, caught[INDEX_LAYER][rows], caught[READ_LAYER][rows])
+        )
+    for hook in hooks:
+        hook.remove()
+    return tuple(torch.cat(part) for part in zip(*parts, strict=True))
+
+
+def _copy_lookup(target: Attention, main: NeedleModel, x: Tensor, looked_up: Tensor, read: Tensor) -> None:
+    """Index and queries that know the name from `x` as the main model's know it from their own inputs."""
+    source: Attention = main.layers[INDEX_LAYER].self_attn  # type: ignore[assignment]
+    reader: Attention = main.layers[READ_LAYER].self_attn  # type: ignore[assignment]
+    to_index, to_read = _fit(x, looked_up), _fit(x, read)
+    mine, theirs = target.indexer, source.indexer
+    assert isinstance(mine, Indexer)
+    assert isinstance(theirs, Indexer)
+    mine.load_state_dict(theirs.state_dict())
+    mine.wk.weight.copy_(theirs.wk.weight @ to_index)
+    mine.weights_proj.weight.copy_(theirs.weights_proj.weight @ to_index)
+    target.q_a_proj.weight.copy_(source.q_a_proj.weight @ to_index)
+    target.q_a_layernorm.load_state_dict(source.q_a_layernorm.state_dict())
+    target.kv_a_proj_with_mqa.weight.copy_(reader.kv_a_proj_with_mqa.weight @ to_read)
+    target.kv_a_layernorm.load_state_dict(reader.kv_a_layernorm.state_dict())
+    target.kv_b_proj.load_state_dict(reader.kv_b_proj.state_dict())
+    asked = reader.q_b_proj(reader.q_a_layernorm(reader.q_a_proj(read)))
+    target.q_b_proj.weight.copy_(_fit(target.q_a_layernorm(target.q_a_proj(x)), asked))
+
+
+def _fit(x: Tensor, y: Tensor) -> Tensor:
+    """The matrix [outputs, inputs] that maps rows of `x` to rows of `y` best."""
+    x, y = x.double(), y.double()
+    ridge = RIDGE * len(x) * torch.eye(x.shape[1], dtype=x.dtype)
+    return torch.linalg.solve(x.T @ x + ridge, x.T @ y).T.float()
+
+
+def _lay_coordinates(draft: DraftLayer, spread: Tensor, whiten: Tensor) -> None:
+    attention: Attention = draft.layer.self_attn  # type: ignore[assignment]
+    moe: MoE = draft.layer.mlp  # type: ignore[assignment]
+    assert attention.indexer is not None
+    readers = (attention.q_a_proj, attention.kv_a_proj_with_mqa, attention.indexer.wk, attention.indexer.weights_proj)
+    for module in readers:
+        parametrize.register_parametrization(module, "weight", _Through(None, whiten))
+    for module, name in ((moe.gate, "weight"), (moe, "expert_gate"), (moe, "expert_up")):
+        _reinterpret(module, name, _Through(None, whiten))
+    for module in (moe.shared_experts.gate_proj, moe.shared_experts.up_proj):
+        _reinterpret(module, "weight", _Through(None, whiten))
+    for module, name in ((attention.o_proj, "weight"), (moe, "expert_down"), (moe.shared_experts.down_proj, "weight")):
+        getattr(module, name).mul_(QUIET)
+        _reinterpret(module, name, _Through(spread, None))
+    both = torch.block_diag(torch.eye(len(whiten)), whiten)
+    parametrize.register_parametrization(draft.eh_proj, "weight", _Through(spread, both))
+    for module in (attention.q_b_proj, attention.kv_b_proj, attention.indexer.wq_b):
+        parametrize.register_parametrization(module, "weight", _Through(None, None))
+
+
+def _reinterpret(module: nn.Module, name: str, through: _Through) -> None:
+    """Takes a random matrix as one in the new coordinates."""
+    inner = getattr(module, name).clone()
+    parametrize.register_parametrization(module, name, through)
+    original: Tensor = getattr(module.parametrizations, name).original
+    original.copy_(inner)
