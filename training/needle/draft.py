@@ -109,27 +109,27 @@ class DraftLayer(nn.Module):
         self,
         main: NeedleModel,
         hidden: Tensor,
-        tokens: Tensor,
+        following: Tensor,
         positions: Tensor,
         rows: Tensor,
+        visible: Tensor,
         steps: int,
         guidance: DraftGuidance | None = None,
         swap: Tensor | None = None,
     ) -> list[Tensor]:
         """Logits [B M vocabulary] of each step: that of step c at rows[m] is for the token rows[m] + 2 + c.
 
-        `hidden` are the main model's normalised states of `tokens` [B T]; drafts start from `rows` [B M]. Steps that
-        would see a token behind the end see the last one: their logits mean nothing. `swap` [B M] marks rows whose
-        attention output is another's.
+        `hidden` are the main model's normalised states [B T hidden] and `following` [B T] the token after each row's
+        own. Drafts start from `rows` [B M], which see the rows `visible` [B M T]. Steps that would see a token behind
+        the end see the last one: their logits mean nothing. `swap` [B M] marks rows whose attention output is
+        another's.
         """
         moe: MoE = self.layer.mlp  # type: ignore[assignment]
-        length = tokens.shape[1]
-        following = F.pad(tokens[:, 1:], (0, 1))
+        length = following.shape[1]
         cos, sin = rope_angles(positions, self.config)
         every = self.join(main.embed_tokens(following), hidden, positions)
         keys = self._keys(every, cos, sin)
         own: list[Keys] = []
-        visible = torch.arange(length) <= rows[..., None]
         hidden = hidden.gather(1, rows[..., None].expand(-1, -1, hidden.shape[-1]))
         guided, logits, loads = _Guided(), [], []
         for step in range(steps):

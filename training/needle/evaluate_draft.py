@@ -155,7 +155,8 @@ def evaluate_texts(main: NeedleModel, draft: DraftLayer, tokens: Tensor) -> Tens
     said = main.lm_head(hidden).argmax(-1)
     length = tokens.shape[1]
     rows = torch.arange(length - WRITTEN_TOKENS - 1, length - STEPS_AHEAD - 1).expand(len(tokens), -1)
-    logits = draft(main, hidden, tokens, _positions(tokens), rows, STEPS_AHEAD)
+    visible = torch.arange(length) <= rows[..., None]
+    logits = draft(main, hidden, tokens.roll(-1, 1), _positions(tokens), rows, visible, STEPS_AHEAD)
     right = [drafted.argmax(-1) == said.gather(1, rows + step + 1) for step, drafted in enumerate(logits)]
     return torch.stack(right, -1).flatten(0, 1).cumprod(-1).bool()
 

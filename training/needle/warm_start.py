@@ -10,6 +10,7 @@ facts, fitted to this input by least squares.
 from __future__ import annotations
 
 import random
+from dataclasses import dataclass
 
 import torch
 from data import Shape, make_batch
@@ -43,24 +44,20 @@ class _Through(nn.Module):
         return inner if self.right is None else torch.linalg.solve(self.right.T, inner.mT).mT
 
 
+@dataclass(frozen=True)
+class Looked:
+    """What the main model makes of some batches."""
+
+    hidden: Tensor  # last hidden states of all rows
+    named_hidden: Tensor  # N hidden, of the rows that know a name
+    named_tokens: Tensor  # N hidden, embeddings of the tokens after them
+    index_input: Tensor  # N hidden, normed inputs of `INDEX_LAYER`
+    read_input: Tensor  # N hidden, normed inputs of `READ_LAYER`
+
+
 @torch.no_grad()
-def warm_start(draft: DraftLayer, main: NeedleModel, shape: Shape, seed: int) -> None:
-    """Writes the first guess into `draft` and lays the coordinates under its matrices."""
-    states, rows, tokens, looked_up, read = _look(main, shape, seed)
-    states, rows = draft.hnorm(states), draft.hnorm(rows)
-    values, vectors = torch.linalg.eigh(states.T @ states / len(states))
-    spread = (values.clamp_min(0) + RIDGE).sqrt()
-    strong = vectors[:, -TOKEN_DIRECTIONS:] * spread[-TOKEN_DIRECTIONS:]
-    size = draft.config.hidden_size
-    draft.eh_proj.weight[:, :size] = strong @ torch.randn(TOKEN_DIRECTIONS, size) * size**-0.5
-    draft.eh_proj.weight[:, size:] = torch.eye(size)
-    x = draft.layer.input_layernorm(draft.join(tokens, rows, torch.ones(1)))
-    _copy_lookup(draft.layer.self_attn, main, x, looked_up, read)  # type: ignore[arg-type]
-    _lay_coordinates(draft, (vectors * spread) @ vectors.T, (vectors / spread) @ vectors.T)
-
-
-def _look(main: NeedleModel, shape: Shape, seed: int) -> tuple[Tensor, ...]:
-    """Last hidden states of all rows; for the rows that know a name also the next token and two layers' inputs."""
+def look(main: NeedleModel, shape: Shape, seed: int) -> Looked:
+    """Runs the main model over `BATCHES` batches."""
     rng = random.Random(seed)
     caught: dict[int, Tensor] = {}
 
@@ -84,7 +81,36 @@ def _look(main: NeedleModel, shape: Shape, seed: int) -> tuple[Tensor, ...]:
         )
     for hook in hooks:
         hook.remove()
-    return tuple(torch.cat(part) for part in zip(*parts, strict=True))
+    return Looked(*(torch.cat(part) for part in zip(*parts, strict=True)))
+
+
+@torch.no_grad()
+def warm_start(draft: DraftLayer, main: NeedleModel, looked: Looked) -> None:
+    """Writes the first guess into a new layer."""
+    values, vectors = _spectrum(draft, looked.hidden)
+    strong = vectors[:, -TOKEN_DIRECTIONS:] * values[-TOKEN_DIRECTIONS:]
+    size = draft.config.hidden_size
+    draft.eh_proj.weight[:, :size] = strong @ torch.randn(TOKEN_DIRECTIONS, size) * size**-0.5
+    draft.eh_proj.weight[:, size:] = torch.eye(size)
+    x = draft.join(looked.named_tokens, looked.named_hidden, torch.ones(1))
+    x = draft.layer.input_layernorm(x)
+    attention: Attention = draft.layer.self_attn  # type: ignore[assignment]
+    _copy_lookup(attention, main, x, looked.index_input, looked.read_input)
+    # The rest is random, in the coordinates in which it is trained.
+    moe: MoE = draft.layer.mlp  # type: ignore[assignment]
+    whiten, spread = (vectors / values) @ vectors.T, (vectors * values) @ vectors.T
+    shared = moe.shared_experts
+    for weight in (moe.gate.weight, moe.expert_gate, moe.expert_up, shared.gate_proj.weight, shared.up_proj.weight):
+        weight.copy_(weight @ whiten)
+    for weight in (attention.o_proj.weight, moe.expert_down, shared.down_proj.weight):
+        weight.copy_(QUIET * spread @ weight)
+
+
+def _spectrum(draft: DraftLayer, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    """How strong the hidden states are in each of their principal directions, weakest first, and the directions."""
+    states = draft.hnorm(hidden)
+    values, vectors = torch.linalg.eigh(states.T @ states / len(states))
+    return (values.clamp_min(0) + RIDGE).sqrt(), vectors
 
 
 def _copy_lookup(target: Attention, main: NeedleModel, x: Tensor, looked_up: Tensor, read: Tensor) -> None:
@@ -114,29 +140,24 @@ def _fit(x: Tensor, y: Tensor) -> Tensor:
     return torch.linalg.solve(x.T @ x + ridge, x.T @ y).T.float()
 
 
-def _lay_coordinates(draft: DraftLayer, spread: Tensor, whiten: Tensor) -> None:
+@torch.no_grad()
+def lay_coordinates(draft: DraftLayer, hidden: Tensor) -> None:
+    """Lays whitened coordinates of the states under all matrices; what they compute does not change."""
+    values, vectors = _spectrum(draft, hidden)
+    whiten, spread = (vectors / values) @ vectors.T, (vectors * values) @ vectors.T
     attention: Attention = draft.layer.self_attn  # type: ignore[assignment]
     moe: MoE = draft.layer.mlp  # type: ignore[assignment]
-    assert attention.indexer is not None
-    readers = (attention.q_a_proj, attention.kv_a_proj_with_mqa, attention.indexer.wk, attention.indexer.weights_proj)
-    for module in readers:
+    shared, indexer = moe.shared_experts, attention.indexer
+    assert indexer is not None
+    readers = (attention.q_a_proj, attention.kv_a_proj_with_mqa, indexer.wk, indexer.weights_proj)
+    for module in (*readers, moe.gate, shared.gate_proj, shared.up_proj):
         parametrize.register_parametrization(module, "weight", _Through(None, whiten))
-    for module, name in ((moe.gate, "weight"), (moe, "expert_gate"), (moe, "expert_up")):
-        _reinterpret(module, name, _Through(None, whiten))
-    for module in (moe.shared_experts.gate_proj, moe.shared_experts.up_proj):
-        _reinterpret(module, "weight", _Through(None, whiten))
-    for module, name in ((attention.o_proj, "weight"), (moe, "expert_down"), (moe.shared_experts.down_proj, "weight")):
-        getattr(module, name).mul_(QUIET)
-        _reinterpret(module, name, _Through(spread, None))
+    for name in ("expert_gate", "expert_up"):
+        parametrize.register_parametrization(moe, name, _Through(None, whiten))
+    for module in (attention.o_proj, shared.down_proj):
+        parametrize.register_parametrization(module, "weight", _Through(spread, None))
+    parametrize.register_parametrization(moe, "expert_down", _Through(spread, None))
     both = torch.block_diag(torch.eye(len(whiten)), whiten)
     parametrize.register_parametrization(draft.eh_proj, "weight", _Through(spread, both))
-    for module in (attention.q_b_proj, attention.kv_b_proj, attention.indexer.wq_b):
+    for module in (attention.q_b_proj, attention.kv_b_proj, indexer.wq_b):
         parametrize.register_parametrization(module, "weight", _Through(None, None))
-
-
-def _reinterpret(module: nn.Module, name: str, through: _Through) -> None:
-    """Takes a random matrix as one in the new coordinates."""
-    inner = getattr(module, name).clone()
-    parametrize.register_parametrization(module, name, through)
-    original: Tensor = getattr(module.parametrizations, name).original
-    original.copy_(inner)
