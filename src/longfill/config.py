@@ -39,6 +39,31 @@ CGROUP_MEMBERSHIP = Path("/proc/self/cgroup")
 SYSTEM = Path("/sys/devices/system")
 
 
+@dataclass(frozen=True)
+class StepLimits:
+    """What a step and its requests are limited to where nobody says otherwise."""
+
+    max_num_batched_tokens: int
+    max_num_seqs: int
+
+
+CPU_LIMITS = StepLimits(4096, 64)
+"""Chosen by measurement: docs/performance.md, "Tokens of a step"."""
+DEVICE_LIMITS: tuple[tuple[int, StepLimits], ...] = (
+    (160 * 2**30, StepLimits(16_384, 1024)),
+    (70 * 2**30, StepLimits(16_384, 1024)),
+    (0, StepLimits(8_192, 256)),
+)
+"""From that many bytes of an accelerator's memory on, the most first; vLLM's figures for its `LLM` class."""
+
+
+def default_limits(device_bytes: int | None = None) -> StepLimits:
+    """A step's limits on an accelerator with so much memory, or on the CPU (None)."""
+    if device_bytes is None:
+        return CPU_LIMITS
+    return next(limits for least, limits in DEVICE_LIMITS if device_bytes >= least)
+
+
 def _knob(default: Any, help: str, *, unit: str = "", low: float | None = None, high: float | None = None) -> Any:
     return field(default=default, metadata={"help": help, "unit": unit, "low": low, "high": high})
 
@@ -82,8 +107,10 @@ class EngineArgs:
     max_model_len: int | None = _knob(
         None, "Longest prompt plus output (default: the model's own limit)", unit="tokens", low=1
     )
-    max_num_batched_tokens: int = _knob(4096, "Token budget of one step", unit="tokens", low=1)
-    max_num_seqs: int = _knob(64, "Requests running at once", low=1)
+    max_num_batched_tokens: int = _knob(
+        CPU_LIMITS.max_num_batched_tokens, "Token budget of one step", unit="tokens", low=1
+    )
+    max_num_seqs: int = _knob(CPU_LIMITS.max_num_seqs, "Requests running at once", low=1)
     max_num_scheduled_tokens: int | None = _knob(
         None, "Tokens that one step schedules (default: its token budget)", unit="tokens", low=1
     )
@@ -262,14 +289,14 @@ _UNITS |= {f"{p}b": 1000**i for i, p in enumerate("kmgt", 1)}
 _UNITS |= {f"{p}ib": 1024**i for i, p in enumerate("kmgt", 1)}
 
 
-def parse_bytes(text: str) -> int:
+def parse_bytes(text: str, flag: str = "--memory-budget") -> int:
     """`"2GiB"` -> 2147483648. Units: B, kB, MB, GB, TB (powers of 1000), KiB, MiB, GiB, TiB (powers of 1024)."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
     if match is None or match[2].lower() not in _UNITS:
-        raise ConfigError(f"--memory-budget: cannot read {text!r}; write for example 2GiB or 900MB")
+        raise ConfigError(f"{flag}: cannot read {text!r}; write for example 2GiB or 900MB")
     value = int(float(match[1]) * _UNITS[match[2].lower()])
     if value <= 0:
-        raise ConfigError(f"--memory-budget: {text!r} is not more than zero")
+        raise ConfigError(f"{flag}: {text!r} is not more than zero")
     return value
 
 

@@ -164,3 +164,21 @@ def test_no_torch_is_loaded(args):
     )
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
     assert (ran.returncode, ran.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("args", "steps", "seats"),
+    [
+        ([], EngineArgs().max_num_batched_tokens, EngineArgs().max_num_seqs),
+        (["--device-memory", "24GiB"], 8192, 256),
+        (["--device-memory", "80GiB"], 16384, 1024),
+        (["--device-memory", "180GiB"], 16384, 1024),
+        (["--device-memory", "80GiB", "--max-num-batched-tokens", "4096"], 4096, 1024),
+        (["--device-memory", "80GiB", "--max-num-seqs", "64"], 16384, 64),
+    ],
+)
+def test_device_memory_gives_the_limits_that_are_not_given(longfill, args, steps, seats):
+    groups = "short=1100x1 out 3, long=1x40000"
+    values = json.loads(longfill("simulate", "--synthetic", groups, "--json", *args).out)
+    assert max(sum(step["scheduled"].values()) for step in values["steps"]) == steps
+    assert max(len(step["scheduled"]) for step in values["steps"]) == seats

@@ -16,6 +16,8 @@ from longfill.engine.engine import LLMEngine
 from longfill.request import RequestOutput
 
 Request = tuple[list[int], SamplingParams, dict[str, Any]]
+Result = tuple[list[int], str | None, str | None, Any]
+"""Token ids, digest, finish reason, log-probabilities of the prompt."""
 FAST, ALL = 12, 150
 
 
@@ -67,17 +69,20 @@ def random_requests(rng: random.Random) -> list[Request]:
             stop_token_ids=rng.choice([None, list(range(0, 512, 40))]),
             frequency_penalty=rng.choice([0.0, 0.0, 1.0]),
             min_tokens=rng.choice([0, 1]),
+            prompt_logprobs=rng.choice([None, None, 2]),
         )
         prompt = [*shared[: rng.randint(0, 40)], *own]
         requests.append((prompt, params, {"priority": rng.randint(0, 2), "tenant": rng.choice(["", "x"])}))
     return requests
 
 
-def results(outputs: Sequence[RequestOutput]) -> dict[str, tuple[list[int], str | None, str | None]]:
-    return {o.request_id: (o.outputs[0].token_ids, o.digest, o.outputs[0].finish_reason) for o in outputs}
+def results(outputs: Sequence[RequestOutput]) -> dict[str, Result]:
+    return {
+        o.request_id: (o.outputs[0].token_ids, o.digest, o.outputs[0].finish_reason, o.prompt_logprobs) for o in outputs
+    }
 
 
-def run_alone(core: LLMEngine, requests: Sequence[Request]) -> dict[str, tuple[list[int], str | None, str | None]]:
+def run_alone(core: LLMEngine, requests: Sequence[Request]) -> dict[str, Result]:
     done: list[RequestOutput] = []
     for index, (prompt, params, _) in enumerate(requests):
         core.add_request(f"r{index}", prompt, params)

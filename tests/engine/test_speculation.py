@@ -154,18 +154,18 @@ def test_a_request_whose_logits_break_leaves_the_others_and_their_drafts_alone(f
         logits_SV[rows] = float("nan")
         return logits_SV
 
-    def count(plan: Any, inputs: Any) -> Any:
+    def count(plan: Any, inputs: Any, prompts: Any) -> Any:
         nonlocal steps, rows
         steps += 1
         first = [r.request_id for r in plan.requests if r.samples].index("0") if steps == 5 else None
         rows = slice(0, 0) if first is None else slice(plan.sample_starts[first], plan.sample_starts[first + 1])
-        return execute(plan, inputs)
+        return execute(plan, inputs, prompts)
 
     rows = slice(0, 0)
     worker.decoder.logits, worker.execute = broken, count  # type: ignore[method-assign]
     failed, whole = llm.generate(PROMPTS[:2], GREEDY)
     assert failed.outputs[0].finish_reason == "error"
-    assert "request 0: the model's logits contain NaN" in str(failed.outputs[0].stop_reason)
+    assert "the model's logits contain NaN" in str(failed.outputs[0].stop_reason)
     assert 0 < len(failed.outputs[0].token_ids) < GREEDY.max_tokens  # type: ignore[operator]
     assert said([whole]) == said(want[1:])
     assert_clean(llm)

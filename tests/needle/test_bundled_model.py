@@ -40,6 +40,14 @@ def test_it_uses_the_whole_architecture() -> None:
     assert sum(config.moe_layers) >= 3
 
 
+def test_it_holds_a_draft_layer_that_shares_embedding_and_head() -> None:
+    weights = needle().engine.worker.decoder.weights
+    [draft] = weights.mtp
+    assert draft.layer.attention.indexer is not None
+    assert draft.embed is weights.embed
+    assert draft.head is weights.lm_head
+
+
 def test_it_answers_exactly_at_every_depth() -> None:
     llm = needle()
     text, facts = haystack(llm)

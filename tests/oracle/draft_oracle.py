@@ -55,7 +55,8 @@ class DraftOracle:
             logits.append(self._head(y_LC[-1]))
             tokens.append(int(logits[-1].argmax()))
             if len(logits) < count:
-                x_LC = torch.cat([x_LC, self._join([tokens[-1]], [position], y_LC[-1:])])
+                z_LC = self._norm(y_LC[-1:], "shared_head.norm")
+                x_LC = torch.cat([x_LC, self._join([tokens[-1]], [position], z_LC)])
                 y_LC = self._layer([*prompt, *tokens], x_LC)
         return tokens, y_LC, torch.stack(logits)
 

@@ -38,8 +38,8 @@ def engine_drafts(llm: LLM, prompt: list[int]) -> tuple[list[int], Tensor, Tenso
         rows.update(zip(step.positions_T.tolist(), y_TC.clone(), strict=True))
         return y_TC
 
-    def keep_logits(y_SC: Tensor) -> Tensor:
-        logits.append(head(y_SC).clone())
+    def keep_logits(z_SC: Tensor) -> Tensor:
+        logits.append(head(z_SC).clone())
         return logits[-1]
 
     def keep_tokens(*args: Any) -> Any:

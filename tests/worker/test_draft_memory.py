@@ -102,6 +102,6 @@ def test_logits_of_every_row_that_is_verified_are_planned(folder: Path) -> None:
         return next(row.bytes for row in made.rows if row.name == "logits")
 
     one = 3 * torch.float32.itemsize * 512
-    assert logits(max_num_seqs=20) == 20 * one
-    assert logits(max_num_seqs=20, **speculative(K)) == 20 * (1 + K) * one
-    assert logits(max_num_seqs=20, max_num_batched_tokens=50, **speculative(K)) == 50 * one
+    assert logits(max_num_seqs=100) == 100 * one
+    assert logits(max_num_seqs=100, **speculative(K)) == 100 * (1 + K) * one
+    assert logits(max_num_seqs=100, max_num_batched_tokens=250, **speculative(K)) == 250 * one

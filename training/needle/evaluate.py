@@ -123,29 +123,42 @@ class Evaluator:
 
     def run(self, prompts: Prompts) -> Tensor:
         """The most likely token at every answering row, questions x 6."""
+        final = self.states(prompts, prompts.answer_rows.flatten())
+        # How many of the wanted digits the index has among its top-k.
+        chosen = self._selected[prompts.answer_rows[:, :5].flatten()]
+        self.recall = float((chosen == prompts.fact_rows.flatten()[:, None]).any(-1).float().mean())
+        return self.logits(final).argmax(-1).view(prompts.answer_rows.shape)
+
+    def states(self, prompts: Prompts, rows: Tensor) -> Tensor:
+        """The normalised last hidden states at `rows`, [N hidden]."""
         self.prompts = prompts
-        rows = len(prompts.tokens)
-        answers = prompts.answer_rows.flatten()
+        every = len(prompts.tokens)
         last = len(self.types) - 1
         # Which rows each layer's output is needed for, from the last layer down; layer 1 chooses for all above it.
-        self._selected = torch.full((rows, self.topk), -1, dtype=torch.int32)
-        hidden = self._layer(0, torch.arange(rows), self.weights["model.embed_tokens.weight"][prompts.tokens])
+        self._selected = torch.full((every, self.topk), -1, dtype=torch.int32)
+        hidden = self._layer(0, torch.arange(every), self.weights["model.embed_tokens.weight"][prompts.tokens])
         self._index_keys = self._make_index_keys(1, hidden)
-        needed = {last: answers}
+        needed = {last: rows}
         for layer in range(last - 1, 0, -1):
             self._select(1, needed[layer + 1], hidden)
             chosen = self._selected[needed[layer + 1]].flatten()
             needed[layer] = torch.cat([needed[layer + 1], chosen[chosen >= 0].long()]).unique()
         self._select(1, needed[1], hidden)
         self.computed = {layer: len(chosen) for layer, chosen in needed.items()}
-        # How many of the wanted digits the index has among its top-k.
-        chosen = self._selected[prompts.answer_rows[:, :5].flatten()]
-        self.recall = float((chosen == prompts.fact_rows.flatten()[:, None]).any(-1).float().mean())
         for layer in range(1, last + 1):
             hidden = self._layer(layer, needed[layer], hidden)
-        final = rms_norm(hidden[answers], self.weights["model.norm.weight"], self.eps)
-        logits = final @ self.weights["lm_head.weight"].T
-        return logits.argmax(-1).view(prompts.answer_rows.shape)
+        return rms_norm(hidden[rows], self.weights["model.norm.weight"], self.eps)
+
+    def logits(self, normed: Tensor) -> Tensor:
+        return normed @ self.weights["lm_head.weight"].T
+
+    def draft_layer(self, rows: Tensor, x: Tensor) -> Tensor:
+        """The output [N hidden] of the layer behind the last one at `rows`, for its input `x` at all rows."""
+        layer = len(self.types)
+        self._selected.fill_(-1)
+        self._index_keys = self._make_index_keys(layer, x)
+        self._select(layer, rows, x)
+        return self._layer(layer, rows, x)[rows]
 
     def _angles(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         angles = self.prompts.positions[rows, None].float() * self.inverse
@@ -200,7 +213,8 @@ class Evaluator:
 
     def _select(self, layer: int, rows: Tensor, hidden: Tensor) -> None:
         """Fills `_selected` for rows that do not have their keys yet."""
-        for chunk in rows[self._selected[rows, 0] < 0].sort().values.split(_CHUNK // 4):
+        missing = rows[self._selected[rows, 0] < 0].sort().values
+        for chunk in missing.split(_CHUNK // 4) if len(missing) else ():
             q, w = self._index_queries(layer, chunk, hidden)
             best = torch.full((len(chunk), self.topk), -torch.inf)
             best_keys = torch.full((len(chunk), self.topk), -1)

@@ -12,13 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from model import Attention, MoE, NeedleConfig, NeedleModel
-from safetensors.torch import save_file
+from model import Layer, MoE, NeedleConfig, NeedleModel
+from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 from torch import Tensor
 from vocabulary import BOS, EOS, PAD, SPECIAL_TOKENS, TOKENS, encode
 
 from longfill.needle import haystack
+
+SELECTION_BIAS = "e_score_correction_bias"
 
 # The messages' contents, one after the other, then the cue after which the model answers.
 CHAT_TEMPLATE = """\
@@ -113,43 +115,64 @@ def hugging_face_config(config: NeedleConfig) -> dict[str, Any]:
     }
 
 
-def hugging_face_tensors(model: NeedleModel) -> dict[str, Tensor]:
-    """The weights under their Hugging Face names, bf16 but for the experts' selection bias."""
+def stored_views(model: NeedleModel) -> dict[str, Tensor]:
+    """The model's parameters under their Hugging Face names: views, so that writing to one changes the model."""
     tensors: dict[str, Tensor] = {
         "model.embed_tokens.weight": model.embed_tokens.weight,
         "model.norm.weight": model.norm.weight,
         "lm_head.weight": model.lm_head.weight,
     }
-    selection_bias: dict[str, Tensor] = {}
     for number, layer in enumerate(model.layers):
-        prefix = f"model.layers.{number}."
-        for norm in ("input_layernorm", "post_attention_layernorm"):
-            tensors[f"{prefix}{norm}.weight"] = getattr(layer, norm).weight
-        attention: Attention = layer.self_attn  # type: ignore[assignment]
-        for name, parameter in attention.named_parameters():
-            tensors[f"{prefix}self_attn.{name}"] = parameter
-        if isinstance(layer.mlp, MoE):
-            moe = layer.mlp
-            tensors[f"{prefix}mlp.gate.weight"] = moe.gate.weight
-            selection_bias[f"{prefix}mlp.gate.e_score_correction_bias"] = moe.get_buffer("bias")
-            for name, parameter in moe.shared_experts.named_parameters():
-                tensors[f"{prefix}mlp.shared_experts.{name}"] = parameter
-            for expert in range(model.config.n_routed_experts):
-                for name, stacked in (("gate", moe.expert_gate), ("up", moe.expert_up), ("down", moe.expert_down)):
-                    tensors[f"{prefix}mlp.experts.{expert}.{name}_proj.weight"] = stacked[expert]
-        else:
-            for name, parameter in layer.mlp.named_parameters():  # type: ignore[union-attr]
-                tensors[f"{prefix}mlp.{name}"] = parameter
-    weights = {name: tensor.detach().to(torch.bfloat16).contiguous().clone() for name, tensor in tensors.items()}
-    biases = {name: tensor.detach().float().contiguous().clone() for name, tensor in selection_bias.items()}
-    return {**weights, **biases}
+        assert isinstance(layer, Layer)
+        tensors |= layer_views(layer, f"model.layers.{number}.")
+    return {name: tensor.detach() for name, tensor in tensors.items()}
+
+
+def layer_views(layer: Layer, prefix: str) -> dict[str, Tensor]:
+    """One decoder layer's part of `stored_views`."""
+    tensors: dict[str, Tensor] = {}
+    for norm in ("input_layernorm", "post_attention_layernorm"):
+        tensors[f"{prefix}{norm}.weight"] = getattr(layer, norm).weight
+    for name, parameter in layer.self_attn.named_parameters():
+        tensors[f"{prefix}self_attn.{name}"] = parameter
+    if not isinstance(layer.mlp, MoE):
+        return tensors | {f"{prefix}mlp.{name}": parameter for name, parameter in layer.mlp.named_parameters()}
+    moe = layer.mlp
+    tensors[f"{prefix}mlp.gate.weight"] = moe.gate.weight
+    tensors[f"{prefix}mlp.gate.{SELECTION_BIAS}"] = moe.get_buffer("bias")
+    for name, parameter in moe.shared_experts.named_parameters():
+        tensors[f"{prefix}mlp.shared_experts.{name}"] = parameter
+    for expert in range(moe.config.n_routed_experts):
+        for name, stacked in (("gate", moe.expert_gate), ("up", moe.expert_up), ("down", moe.expert_down)):
+            tensors[f"{prefix}mlp.experts.{expert}.{name}_proj.weight"] = stacked[expert]
+    return tensors
+
+
+def as_stored(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Copies in the dtypes of the checkpoint: bf16 but for the experts' selection bias."""
+    return {
+        name: tensor.detach()
+        .to(torch.float32 if name.endswith(SELECTION_BIAS) else torch.bfloat16)
+        .contiguous()
+        .clone()
+        for name, tensor in tensors.items()
+    }
+
+
+def load_checkpoint(folder: Path) -> NeedleModel:
+    """The model of an exported folder, with its bf16 weights in float32; a draft layer is left aside."""
+    model = NeedleModel(NeedleConfig())
+    stored = load_file(folder / "model.safetensors")
+    for name, view in stored_views(model).items():
+        view.copy_(stored[name])
+    return model
 
 
 def export_checkpoint(model: NeedleModel, out: Path) -> None:
     """Writes the folder; `out.with_suffix(".pt")` keeps the float32 state for more training."""
     out.mkdir(parents=True, exist_ok=True)
     torch.save(model.state_dict(), out.with_suffix(".pt"))
-    save_file(hugging_face_tensors(model), out / "model.safetensors", metadata={"format": "pt"})
+    save_file(as_stored(stored_views(model)), out / "model.safetensors", metadata={"format": "pt"})
     tokenizer = build_tokenizer()
     check_tokenizer(tokenizer)
     tokenizer.save(str(out / "tokenizer.json"))

@@ -217,9 +217,18 @@ class Bank:
         return torch.cat(list(self._keys[name])) if name in self._keys else None
 
 
+@dataclass(frozen=True)
+class Disturbance:
+    """What the forward pass does to attention outputs of the layers after the first one."""
+
+    is_answer: Tensor  # B T
+    silenced: frozenset[int] = frozenset()  # layers whose output is zeroed at answering rows
+    swap: float = 0.0  # share of rows whose output is another row's where it must not matter
+
+
 @dataclass
 class Guidance:
-    """What the forward pass is to look at and disturb, and the losses and measurements it returns."""
+    """What the forward pass is to look at, and the losses and measurements it returns."""
 
     name_rows: Tensor
     adjective_keys: Tensor
@@ -230,11 +239,21 @@ class Guidance:
     answer_names: Tensor
     fact_rows: Tensor
     bank: Bank | None = None
-    silenced: frozenset[int] = frozenset()  # layers whose attention output is zeroed at answering rows
-    swap: float = 0.0  # share of rows whose attention output is another row's where it must not matter
-    is_answer: Tensor | None = None
     losses: dict[str, Tensor] = field(default_factory=dict)
     measured: dict[str, float] = field(default_factory=dict)
+
+
+def initialise(module: nn.Module) -> None:
+    """Random matrices whose outputs are about as large as their inputs; vectors stay as they are."""
+    for name, parameter in module.named_parameters():
+        if parameter.dim() < 2:
+            continue
+        std = parameter.shape[-1] ** -0.5
+        if "embed_tokens" in name:
+            std = 0.5
+        elif "o_proj" in name or "down" in name:
+            std *= 0.5
+        nn.init.normal_(parameter, std=std)
 
 
 class NeedleModel(nn.Module):
@@ -246,19 +265,8 @@ class NeedleModel(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.order_probe = nn.Linear(config.hidden_size, 6)  # training only: which digit comes next
-        self._initialise()
+        initialise(self)
         self.frozen = self._build_recency()
-
-    def _initialise(self) -> None:
-        for name, parameter in self.named_parameters():
-            if parameter.dim() < 2:
-                continue
-            std = parameter.shape[-1] ** -0.5
-            if "embed_tokens" in name:
-                std = 0.5
-            elif "o_proj" in name or "down" in name:
-                std *= 0.5
-            nn.init.normal_(parameter, std=std)
 
     @torch.no_grad()
     def _build_recency(self) -> list[tuple[Tensor, Tensor, Tensor]]:
@@ -310,7 +318,15 @@ class NeedleModel(nn.Module):
         vector = torch.cat([cos, sin], -1).unflatten(-1, (2, -1))[..., RECENCY_SKIPPED_FREQUENCIES:].flatten(-2)
         return select(vector @ vector.transpose(-1, -2), causal, self.config.index_topk)
 
-    def forward(self, tokens: Tensor, positions: Tensor, *, sparse: bool, guidance: Guidance | None = None) -> Tensor:
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        *,
+        sparse: bool,
+        guidance: Guidance | None = None,
+        disturbance: Disturbance | None = None,
+    ) -> Tensor:
         """The last hidden states [B T hidden], normalised."""
         config = self.config
         length = tokens.shape[1]
@@ -341,8 +357,8 @@ class NeedleModel(nn.Module):
                 _guide_attention(guidance, number, q * attention.scale, k, probabilities, length)
             out = torch.einsum("bhts,bshv->bthv", probabilities, v).flatten(-2)
             out = attention.o_proj(out)
-            if guidance is not None and number > 0:
-                out = _disturb(guidance, number, out)
+            if disturbance is not None and number > 0:
+                out = _disturb(disturbance, number, out)
             x = x + out
             x = x + layer.mlp(layer.post_attention_layernorm(x))  # type: ignore[operator]
             if guidance is not None and number == 0:
@@ -426,16 +442,14 @@ def _guide_attention(guidance: Guidance, number: int, q: Tensor, k: Tensor, prob
     guidance.losses[f"read{number}"] = F.cross_entropy(scores.flatten(0, 1), targets.repeat(heads))
 
 
-def _disturb(guidance: Guidance, number: int, out: Tensor) -> Tensor:
-    if guidance.is_answer is None:
-        return out
-    if number in guidance.silenced:
-        out = out.masked_fill(guidance.is_answer[..., None], 0.0)
-    if guidance.swap > 0:
+def _disturb(disturbance: Disturbance, number: int, out: Tensor) -> Tensor:
+    if number in disturbance.silenced:
+        out = out.masked_fill(disturbance.is_answer[..., None], 0.0)
+    if disturbance.swap > 0:
         # What a text token gathers in the middle layers depends on the length of the text; nothing may hang on it.
-        swapped = torch.rand(out.shape[:2]) < guidance.swap
+        swapped = torch.rand(out.shape[:2]) < disturbance.swap
         if number > 1:
-            swapped &= ~guidance.is_answer
+            swapped &= ~disturbance.is_answer
         flat = out.flatten(0, 1)
         other = flat[torch.randint(len(flat), (len(flat),))].view_as(out)
         out = torch.where(swapped[..., None], other, out)

@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from data import Batch, Shape, make_batch
 from export import export_checkpoint
-from model import Bank, Guidance, MoE, NeedleConfig, NeedleModel
+from model import Bank, Disturbance, Guidance, MoE, NeedleConfig, NeedleModel
 
 LOSS_WEIGHTS = {
     "answer": 1.0,
@@ -90,11 +90,13 @@ def train_step(
         answer_names=batch.answer_names,
         fact_rows=batch.fact_rows,
         bank=bank,
+    )
+    disturbance = Disturbance(
+        is_answer=batch.is_answer,
         silenced=frozenset([rng.choice((1, 1, 2, 3))]) if rng.random() < stage.silence else frozenset(),
         swap=stage.swap,
-        is_answer=batch.is_answer,
     )
-    hidden = model(batch.tokens, batch.positions, sparse=stage.sparse, guidance=guidance)
+    hidden = model(batch.tokens, batch.positions, sparse=stage.sparse, guidance=guidance, disturbance=disturbance)
     if bank is not None:
         bank.names.append(batch.fact_names)
     known = batch.targets >= 0

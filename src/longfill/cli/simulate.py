@@ -18,7 +18,7 @@ from rich.table import Table
 from longfill.cli.bench import PlotFlag, check_plot
 from longfill.cli.console import print_json, stderr, stdout
 from longfill.cli.flags import JsonFlag, engine_flags, knob_value
-from longfill.config import EngineArgs, flag_name
+from longfill.config import EngineArgs, default_limits, flag_name, parse_bytes
 from longfill.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -59,6 +59,7 @@ KNOBS = (
 )
 def simulate(
     engine: EngineArgs,
+    context: typer.Context,
     trace: Annotated[
         str | None, typer.Argument(metavar="TRACE", help="JSON lines, one request each; - is stdin", show_default=False)
     ] = None,
@@ -73,6 +74,14 @@ def simulate(
         typer.Option(
             min=2,
             help="Pages of the KV pool, the null page included (default: so many that nobody is preempted)",
+            rich_help_panel=PANEL,
+        ),
+    ] = None,
+    device_memory: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="Tokens of a step and requests, where not given, as on an accelerator with this memory (80GiB)",
             rich_help_panel=PANEL,
         ),
     ] = None,
@@ -100,6 +109,11 @@ def simulate(
     from longfill.simulate import StepCost, simulate
 
     check_plot(plot)
+    if device_memory is not None:
+        limits = dataclasses.asdict(default_limits(parse_bytes(device_memory, "--device-memory")))
+        sources = {knob: context.get_parameter_source(knob) for knob in limits}
+        unsaid = {knob for knob, source in sources.items() if source is None or source.name == "DEFAULT"}
+        engine = dataclasses.replace(engine, **{knob: limits[knob] for knob in unsaid})
     flag, variants = ("", {"": engine}) if compare is None else _variants(engine, compare)
     if draft_acceptance is not None and all(args.speculation is None for args in variants.values()):
         raise ConfigError("--draft-acceptance: nothing drafts; give --speculative-config too")

@@ -7,12 +7,13 @@ Row i joins h_i, the model's hidden state behind its final norm, with the token 
 
     x_i = eh_proj [enorm(embed(t_(i+1))) ; hnorm(h_i)]        (the embedding counts as zero at position 0)
     y   = one decoder layer over x, with KV rows and index keys of its own
-    t_(i+2) ~ head(head_norm(y_i))
+    z   = head_norm(y)
+    t_(i+2) ~ head(z_i)
 
-and where it guesses further, y_i stands in for h_(i+1) and the guess for its token.
+and where it guesses further, z_i stands in for h_(i+1), both being behind a norm, and the guess for its token.
 
-Source: DeepSeek-V3's technical report, section 2.2, for the module; vLLM's deepseek_mtp.py for what one module computes
-when it is used again for the tokens behind, and for position 0.
+Source: DeepSeek-V3's technical report, section 2.2, for the module; vLLM 0.33's deepseek_mtp.py for what one module
+computes when it is used again for the tokens behind, and for position 0.
 
 Suffixes: T rows of the step · C hidden · S rows that guess.
 """
@@ -38,7 +39,7 @@ class DraftLayer:
     def forward(self, rows: StepRows, hidden_TC: Tensor) -> Tensor:
         """Run the rows, whose `token_ids_T` are the tokens *behind* their positions; writes the layer's caches.
 
-        `hidden_TC` holds each row's h, or the y of the position before it where a guess goes on. It is overwritten and
+        `hidden_TC` holds each row's h, or the z of the position before it where a guess goes on. It is overwritten and
         becomes the result: y [T, C], the residual stream without a norm.
         """
         decoder = self._decoder
@@ -47,10 +48,14 @@ class DraftLayer:
         decoder.run_layers(decoder.config.num_layers, (self._weights.layer,), hidden_TC, rows)
         return hidden_TC
 
-    def logits(self, y_SC: Tensor) -> Tensor:
+    def norm(self, y_SC: Tensor) -> Tensor:
+        """z [S, C] of the rows that guess."""
+        decoder = self._decoder
+        return decoder.backend.rms_norm(y_SC, self._weights.head_norm, decoder.config.rms_norm_eps)
+
+    def logits(self, z_SC: Tensor) -> Tensor:
         """fp32 [S, vocabulary]: what the rows guess of the token two behind their position."""
-        w, backend, eps = self._weights, self._decoder.backend, self._decoder.config.rms_norm_eps
-        return backend.linear(backend.rms_norm(y_SC, w.head_norm, eps), w.head).float()
+        return self._decoder.backend.linear(z_SC, self._weights.head).float()
 
     def _join(self, token_ids_T: Tensor, positions_T: Tensor, hidden_TC: Tensor) -> None:
         """hidden = eh_proj [enorm(embedding) ; hnorm(hidden)]."""

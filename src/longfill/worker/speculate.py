@@ -129,7 +129,7 @@ class Drafter:
         behind_T = torch.from_numpy(tokens_behind(plan, sampled))
         y_TC = self._layer.forward(dataclasses.replace(rows, token_ids_T=behind_T), hidden_TC)
         guesses = _guesses(plan, sampled, inputs)
-        y_SC = y_TC[[guess.row for guess in guesses]]
+        z_SC = self._layer.norm(y_TC[[guess.row for guess in guesses]])
         drafts: dict[str, list[int]] = {guess.request.request_id: [] for guess in guesses}
         for count in range(self._num_tokens):
             going = [i for i, guess in enumerate(guesses) if count == 0 or guess.position + count < self._end(guess)]
@@ -137,13 +137,13 @@ class Drafter:
                 break
             guesses = [guesses[i] for i in going]
             if count:
-                y_SC = self._step(guesses, drafts, count, y_SC[going])
-            for guess, logits_V in zip(guesses, self._layer.logits(y_SC), strict=True):
+                z_SC = self._step(guesses, drafts, count, z_SC[going])
+            for guess, logits_V in zip(guesses, self._layer.logits(z_SC), strict=True):
                 token = draft_token(logits_V, guess.params, guess.seed, guess.output_index + count)
                 drafts[guess.request.request_id].append(token)
         return {request_id: tuple(tokens) for request_id, tokens in drafts.items()}
 
-    def _step(self, guesses: list[_Guess], drafts: Mapping[str, list[int]], count: int, y_SC: Tensor) -> Tensor:
+    def _step(self, guesses: list[_Guess], drafts: Mapping[str, list[int]], count: int, z_SC: Tensor) -> Tensor:
         """One row a request, `count` positions behind the one that guessed first: its newest draft is the token."""
         parts = [
             StepRequest(
@@ -156,7 +156,7 @@ class Drafter:
             )
             for guess in guesses
         ]
-        return self._layer.forward(step_rows(self._plan(parts)), y_SC)
+        return self._layer.norm(self._layer.forward(step_rows(self._plan(parts)), z_SC))
 
     def _end(self, guess: _Guess) -> int:
         """Positions that the layer's rows of a request may stand on."""
