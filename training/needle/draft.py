@@ -1,7 +1,7 @@
 """The draft layer (multi-token prediction) of the needle model in plain PyTorch, differentiable, with its guidance.
 
 At position i it sees the main model's normalised hidden state h_i and the next token t_{i+1}, and names t_{i+2}. For a
-further draft it runs again one position on, with its own output in place of h and its own draft as the token. Its keys
+further draft it runs again one position on, with its own normalised output in place of h and its draft as the token. Its keys
 are those of its first step; a further step sees besides them only the keys of the steps before it from the same place.
 
 Shapes: B sequences, T tokens, M rows of a sequence that draft, G guided rows, C steps.
@@ -144,10 +144,10 @@ class DraftLayer(nn.Module):
                 flat = out.flatten(0, 1)
                 out = torch.where(swap[..., None], flat[torch.randint(len(flat), (len(flat),))].view_as(out), out)
             x = rounded(x + out)
-            hidden = rounded(x + moe(self.layer.post_attention_layernorm(x)))
+            hidden = rounded(self.head_norm(rounded(x + moe(self.layer.post_attention_layernorm(x)))))
             assert moe.load is not None
             loads.append(moe.load)
-            logits.append(main.lm_head(self.head_norm(hidden)))
+            logits.append(main.lm_head(hidden))
             if guidance is not None:
                 guided.add(asked, guidance.places[step])
         moe.load = torch.stack(loads).mean(0)

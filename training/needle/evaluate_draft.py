@@ -84,11 +84,10 @@ def draft_answers(evaluator: Evaluator, prompts: Prompts) -> tuple[Tensor, Tenso
     drafts: list[Tensor] = []
     for step in range(STEPS_AHEAD):
         y = evaluator.draft_layer(rows + step, x)
-        drafts.append(
-            evaluator.logits(rms_norm(y, weights[prefix + "shared_head.norm.weight"], evaluator.eps)).argmax(-1)
-        )
+        z = rms_norm(y, weights[prefix + "shared_head.norm.weight"], evaluator.eps)
+        drafts.append(evaluator.logits(z).argmax(-1))
         if step + 1 < STEPS_AHEAD:
-            x[rows + step + 1] = join(y, embedding[drafts[-1]])
+            x[rows + step + 1] = join(z, embedding[drafts[-1]])
     return torch.stack(drafts, -1).view(*prompts.answer_rows.shape, STEPS_AHEAD), said
 
 
