@@ -40,6 +40,17 @@ def test_run_reports_what_the_engine_did(longfill, model):
     assert values["stats"]["scored_pairs"] > 0
 
 
+def test_run_reports_how_often_drafts_were_right(longfill):
+    asked = "The access code of amber Kestrel is 48213. What is the access code of amber Kestrel? Answer:"
+    args = ["run", "--prompt", asked, "--max-tokens", "8", "--max-model-len", "512", *ENGINE]
+    drafts = ["--speculative-config", '{"method": "mtp", "num_speculative_tokens": 2}']
+    spec = json.loads(longfill(*args, *drafts, "--json").out)["stats"]["spec"]
+    assert spec["num_draft_tokens"] >= spec["num_accepted_tokens"] == sum(spec["num_accepted_tokens_per_pos"]) > 0
+    assert len(spec["acceptance_per_position"]) == 2
+    assert f"{spec['mean_acceptance_length']:.2f} tokens a step with drafts" in longfill(*args, *drafts).err
+    assert json.loads(longfill(*args, "--json").out)["stats"]["spec"] is None
+
+
 def test_dsa_11_check_passes_on_the_reference_kernels(longfill, model):
     values = json.loads(longfill("check", model, "--json", *ENGINE).out)
     assert values["ok"] is True

@@ -1,8 +1,9 @@
 """The draft layer (multi-token prediction) of the needle model in plain PyTorch, differentiable, with its guidance.
 
 At position i it sees the main model's normalised hidden state h_i and the next token t_{i+1}, and names t_{i+2}. For a
-further draft it runs again one position on, with its own normalised output in place of h and its draft as the token. Its keys
-are those of its first step; a further step sees besides them only the keys of the steps before it from the same place.
+further draft it runs again one position on, with its own normalised output in place of h and its draft as the token.
+Its keys are those of its first step; a further step sees besides them only the keys of the steps before it from the
+same place.
 
 Shapes: B sequences, T tokens, M rows of a sequence that draft, G guided rows, C steps.
 """

@@ -154,12 +154,14 @@ def _show_texts(completions: list[dict[str, Any]]) -> None:
 def _show_figures(values: dict[str, Any], console: Console) -> None:
     speed, first, outputs = values["prefill_tokens_per_s"], values["ttft_s"], values["outputs"]
     reasons = dict.fromkeys(each["finish_reason"] for each in outputs)
+    drafts = values["stats"]["spec"]
     parts = [
         f"{values['prompt_tokens']:,} prompt tokens ({values['cached_tokens']:,} cached)",
         f"{sum(len(each['token_ids']) for each in outputs):,} generated ({', '.join(reasons)})",
         f"first token after {duration(first)}" if first is not None else "",
         f"{speed:,.0f} prompt tokens/s" if speed is not None else "",
         f"{values['steps']:,} steps",
+        f"{drafts['mean_acceptance_length']:.2f} tokens a step with drafts" if drafts else "",
         f"peak memory {size(values['peak_rss_bytes'])}",
         f"digest {values['digest']}" if values["digest"] else "",
     ]

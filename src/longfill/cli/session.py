@@ -6,6 +6,7 @@ everything shown here goes to stderr; the report holds plain values only.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import resource
 import sys
@@ -24,7 +25,7 @@ from longfill.request import CompletionOutput, FinishReason, Logprob, RequestOut
 
 if TYPE_CHECKING:
     from longfill.engine.llm import LLM
-    from longfill.engine.stats import EngineStats
+    from longfill.engine.stats import EngineStats, SpecDecodingStats
     from longfill.engine.tokenizer import Tokenizer
     from longfill.worker.memory import MemoryPlan
 
@@ -160,7 +161,19 @@ def stats_report(stats: EngineStats) -> dict[str, Any]:
         "steps": stats.steps,
         "tokens": stats.tokens,
         "preemptions": stats.preemptions,
+        "spec": spec_report(stats.spec),
         "seconds": dict(stats.seconds),
+    }
+
+
+def spec_report(spec: SpecDecodingStats) -> dict[str, Any] | None:
+    """What became of drafts; None where there were none."""
+    if spec.num_drafts == 0:
+        return None
+    return dataclasses.asdict(spec) | {
+        "acceptance_rate": spec.acceptance_rate,
+        "mean_acceptance_length": spec.mean_acceptance_length,
+        "acceptance_per_position": spec.acceptance_per_position,
     }
 
 
