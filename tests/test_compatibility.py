@@ -138,7 +138,7 @@ class Bench:
     def llm(self, names: frozenset[str]) -> LLM:
         folder, _ = self.model(names & frozenset(MODEL_FIELDS))
         given: dict[str, Any] = {"max_model_len": 32, "max_num_seqs": 4, "block_size": PAGE, "num_threads": 1}
-        given |= {"memory_budget": "1500MiB", "sparse_indexer_max_logits_mb": 1}
+        given |= {"memory_budget": "4GiB", "sparse_indexer_max_logits_mb": 1}
         for name in sorted(names):
             given |= arguments(name)
         if given.get("tokenizer") == "OTHER":
@@ -298,7 +298,7 @@ def test_a_screen_is_refused_for_index_keys_that_auto_makes_float32(bench: Bench
 @pytest.mark.parametrize("args", [{}, {"kv_cache_dtype": "bfloat16"}, {"dtype": "bfloat16"}])
 def test_native_kernels_run_for_index_keys_of_both_formats(bench: Bench, args: dict[str, Any]) -> None:
     folder, _ = bench.model(frozenset())
-    given = {"max_model_len": 32, "memory_budget": "1500MiB", "num_threads": 1} | args
+    given = {"max_model_len": 32, "memory_budget": "4GiB", "num_threads": 1} | args
     for backend in ("auto", "cpu"):
         assert LLM(str(folder), kernel_backend=backend, **given).engine.worker.kernels.native_index
     assert not LLM(str(folder), kernel_backend="reference", **given).engine.worker.kernels.native_index

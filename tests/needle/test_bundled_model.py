@@ -16,7 +16,7 @@ CONTEXT = 4096
 
 
 def needle(**args: Any) -> LLM:
-    defaults: dict[str, Any] = {"max_model_len": CONTEXT + 16, "memory_budget": "1500MiB", "num_threads": 1}
+    defaults: dict[str, Any] = {"max_model_len": CONTEXT + 16, "memory_budget": "4GiB", "num_threads": 1}
     return LLM("needle", **(defaults | {"sparse_indexer_max_logits_mb": 16} | args))
 
 
@@ -41,8 +41,10 @@ def test_it_uses_the_whole_architecture() -> None:
 
 
 def test_it_holds_a_draft_layer_that_shares_embedding_and_head() -> None:
-    weights = needle().engine.worker.decoder.weights
-    [draft] = weights.mtp
+    speculative = {"method": "mtp", "num_speculative_tokens": 1}
+    weights = needle(speculative_config=speculative).engine.worker.decoder.weights
+    draft = weights.mtp
+    assert draft is not None
     assert draft.layer.attention.indexer is not None
     assert draft.embed is weights.embed
     assert draft.head is weights.lm_head

@@ -29,7 +29,7 @@ Result = tuple[list[int], str]
 
 
 def start(**args: Any) -> LLM:
-    defaults: dict[str, Any] = {"max_model_len": 1024, "memory_budget": "1500MiB", "num_threads": 1, "digest": True}
+    defaults: dict[str, Any] = {"max_model_len": 1024, "memory_budget": "4GiB", "num_threads": 1, "digest": True}
     return LLM("needle", **(defaults | {"sparse_indexer_max_logits_mb": 16} | args))
 
 

@@ -106,7 +106,7 @@ def test_the_counter_counts() -> None:
     counted = selfcheck()
     assert (counted.peak, counted.largest) == (3 * MIB, 2 * MIB)
     ctypes.CDLL(None).malloc_trim(0)  # what malloc keeps of other tests' memory is resident, and would go uncounted
-    assert 63 * MIB <= count_native(lambda: b"x" * (64 * MIB)) <= 65 * MIB
+    assert 63 * MIB <= count_native(lambda: b"x" * (64 * MIB)) <= 67 * MIB
 
 
 @pytest.mark.parametrize(
