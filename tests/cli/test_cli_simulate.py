@@ -13,6 +13,7 @@ import pytest
 from longfill.cli.simulate import KNOBS
 from longfill.config import EngineArgs
 from longfill.scheduler import SchedulerConfig
+from longfill.simulate.plot import _series
 
 TRACE = [
     {"id": "a", "prompt_tokens": 100, "max_tokens": 3},
@@ -110,6 +111,29 @@ def test_a_picture_for_light_and_one_for_dark_pages(longfill, tmp_path, compare,
     assert "steps-dark.png" in ran.err
 
 
+@pytest.mark.parametrize(
+    "ids", [("decode", "b"), ("$a_{$b", "$"), ("a\u2028b", "c")], ids=["like the decodes", "not math", "line end"]
+)
+def test_any_id_can_be_drawn(longfill, tmp_path, ids):
+    path, target = tmp_path / "trace.jsonl", tmp_path / "steps.png"
+    lines = [json.dumps({"id": name, "prompt_tokens": 500}, ensure_ascii=False) for name in ids]
+    path.write_text("\n".join(lines), encoding="utf-8")
+    ran = longfill("simulate", str(path), "--plot", str(target))
+    assert ran.code == 0
+    assert target.read_bytes()[:6] == PNG
+
+
+def test_a_prompt_may_be_called_like_the_decodes():
+    steps = [{"scheduled": {"decode": 9, "b": 1}, "prefills": {"decode": 9}}]
+    assert _series({"steps": steps}) == [("decode", [1]), ("decode", [9])]
+
+
+def test_nothing_but_refused_requests_can_be_drawn(longfill, tmp_path):
+    ran = longfill("simulate", "--synthetic", "a=1x500", "--num-pages", "2", "--plot", str(tmp_path / "steps.png"))
+    assert ran.code == 0
+    assert "1 refused" in ran.out
+
+
 MISTAKES = [
     ([], "--synthetic"),
     (["x.jsonl", "--synthetic", "a=1x5"], "not both"),
@@ -117,6 +141,8 @@ MISTAKES = [
     (["."], "cannot read ."),
     (["--synthetic", "nonsense"], "nonsense"),
     (["--synthetic", "a=1x5", "--num-pages", "1"], "--num-pages"),
+    (["--synthetic", "a=1x5", "--num-pages", "100000001"], "--num-pages"),
+    (["--synthetic", "a=1x5 out 99999999999999"], "--max-model-len"),
     (["--synthetic", "a=1x5", "--step-seconds", "-1"], "--step-seconds"),
     (["--synthetic", "a=1x5", "--draft-acceptance", "1.5"], "--draft-acceptance"),
     (["--synthetic", "a=1x5", "--draft-acceptance", "0.5"], "--speculative-config"),

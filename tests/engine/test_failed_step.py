@@ -74,3 +74,68 @@ def test_a_prompt_is_the_engines_own_copy(folder: Path) -> None:
     llm.engine.add_request("a", buffer, GREEDY)
     buffer[:] = 3
     assert finish(llm).digest == want.digest
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+@pytest.mark.parametrize(
+    ("owner", "method", "after"),
+    [
+        ("scheduler", "schedule", False),
+        ("scheduler", "schedule", True),
+        ("scheduler", "update", False),
+        ("_pipeline", "submit", False),
+        ("_pipeline", "wait", True),
+    ],
+)
+def test_an_interrupt_between_planning_and_booking_is_taken_back(
+    folder: Path, depth: int, owner: str, method: str, after: bool
+) -> None:
+    [want] = start(folder).generate(PROMPT, GREEDY)
+    llm = engine(
+        folder,
+        max_num_batched_tokens=16,
+        block_size=8,
+        digest=True,
+        async_scheduling=depth > 1,
+        max_concurrent_batches=depth,
+    )
+    part = getattr(llm.engine, owner)
+    real, calls = getattr(part, method), 0
+
+    def interrupted(*args: Any, **given: Any) -> object:
+        nonlocal calls
+        calls += 1
+        result = real(*args, **given) if after or calls != 3 else None
+        if calls == 3:
+            raise KeyboardInterrupt
+        return result
+
+    setattr(part, method, interrupted)
+    llm.engine.add_request("a", PROMPT, GREEDY)
+    with pytest.raises(KeyboardInterrupt):
+        finish(llm)
+    llm.engine.cache.check()
+    assert llm.engine.cache.num_free_pages == llm.engine.cache.num_usable_pages
+    resumed = finish(llm)
+    assert (resumed.outputs[0].token_ids, resumed.digest) == (want.outputs[0].token_ids, want.digest)
+    assert llm.engine.cache.num_free_pages == llm.engine.cache.num_usable_pages
+
+
+def test_completions_that_ended_in_a_step_that_raised_are_gone(folder: Path) -> None:
+    llm = engine(folder, async_scheduling=True, max_concurrent_batches=2)
+    execute, calls = llm.engine.worker.execute, 0
+
+    def fail_once(*args: Any) -> object:
+        nonlocal calls
+        calls += 1
+        if calls == 2:  # the step behind the one in which the first completion stops
+            raise MemoryError("in the worker")
+        return execute(*args)
+
+    llm.engine.worker.execute = fail_once  # type: ignore[assignment]
+    params = SamplingParams(n=2, seed=1, max_tokens=4, stop_token_ids=list(range(512)))
+    with pytest.raises(MemoryError, match="in the worker"):
+        llm.generate([PROMPT, PROMPT[:5]], params)
+    assert not llm.engine.has_unfinished_requests
+    [output] = llm.generate(PROMPT, params)
+    assert len(output.outputs) == 2

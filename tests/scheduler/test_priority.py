@@ -7,6 +7,7 @@ from virtual_time import VirtualTime, prompt
 
 from longfill.request import Request, RequestStatus
 from longfill.scheduler import Schedule
+from longfill.scheduler.queue import WaitingQueue
 
 POLICIES = pytest.mark.parametrize("policy", ["ordered", "fair"])
 
@@ -188,3 +189,15 @@ def test_a_stream_of_low_ones_never_holds_a_high_one_up(policy: str, depth: int)
     assert max(run[r.request_id].steps_to_start for r in high) <= depth
     assert not any(r.num_preemptions for r in high)
     assert sum(r.num_preemptions for r in low) <= 3 * len(high), "each takes one seat, and the pages of two at most"
+
+
+def test_a_priority_that_nobody_waits_with_is_forgotten() -> None:
+    queue = WaitingQueue(by_priority=True)
+    requests = [wanting(f"r{i}", 1, priority=i) for i in range(5)]
+    for request in requests:
+        queue.add(request)
+    assert queue.levels == [0, 1, 2, 3, 4]
+    for request in requests[1:]:
+        queue.remove(request)
+    queue.remove(requests[1])
+    assert (queue.levels, len(queue._levels)) == ([0], 1)

@@ -33,6 +33,14 @@ def test_a_step_costs_itself_its_rows_and_what_they_see(cost, seconds):
     assert record.token_times == [sum(seconds[: i + 1]) for i in (2, 3, 4)]
 
 
+@pytest.mark.parametrize("policy", ["ordered", "fair"])
+def test_steps_may_take_no_time_at_all(policy):
+    cost = StepCost(step_seconds=0, token_seconds=0, pair_seconds=0)
+    many = [request(f"r{i}", tokens=9 + i) for i in range(9)]
+    done = run(*many, cost=cost, prefill_policy=policy, max_num_batched_tokens=8, max_num_seqs=4)
+    assert {record.finish_reason for record in done.requests.values()} == {"length"}
+
+
 def test_the_defaults_let_a_long_prompt_less_than_double_a_decode_step():
     cost = StepCost()
     assert cost.of(2048 + 1, 2048 * 500_000) < 2 * cost.of(1, 500_000)

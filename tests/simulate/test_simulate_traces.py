@@ -63,6 +63,8 @@ def test_prompts_given_by_length_share_no_token_with_any_other():
     ("line", "named"),
     [
         ("{oops", "JSON"),
+        pytest.param("[" * 100_000, "JSON", id="too deep"),
+        pytest.param('{"id": "b", "prompt_tokens": 1' + "0" * 5000 + "}", "JSON", id="too many digits"),
         ("[1]", "expected an object"),
         ('{"prompt_tokens": 5}', "no id"),
         ('{"id": "b"}', "prompt_token_ids or prompt_tokens"),
@@ -145,6 +147,7 @@ def test_random_arrivals_follow_the_seed_and_have_the_mean_that_is_asked_for():
         ("a=1x5 at 2", "at takes"),
         ("a=1x5 at 2s at 3s", "at takes"),
         ("a=1x5 every -1s", "every takes"),
+        pytest.param("a=2x5 every 1" + "0" * 400 + "s", "never arrive", id="at infinity"),
         ("a=1x5 out x", "out takes"),
         ("a=1x5 out 0", "out must be"),
         ("a=1x5 shared 6", "shared 6"),

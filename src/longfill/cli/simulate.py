@@ -151,7 +151,7 @@ def _read(trace: str | None, synthetic: str | None, seed: int) -> list[TraceRequ
     name = "standard input" if trace == "-" else str(trace)
     try:
         data = sys.stdin.buffer.read() if trace == "-" else Path(name).read_bytes()
-        return read_trace(data.decode("utf-8").splitlines(), name)
+        return read_trace(data.decode("utf-8").split("\n"), name)  # other line ends may stand in an id
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read {name}: {error}") from None
 

@@ -139,24 +139,24 @@ class LLMEngine:
         With `--async-scheduling` that step was scheduled earlier, and others are on their way behind it. Those that
         nobody waits for any more are waited for here, so that all pages are back once the last request has ended.
         """
-        outputs = self._schedule()
-        if self._pipeline:
-            outputs += self._finish_step(final_only)
-        else:
-            self.last_step = None
-        while self._pipeline and not self._live:
-            self._finish_step(final_only)
+        try:
+            outputs = self._schedule()
+            if self._pipeline:
+                outputs += self._finish_step(final_only)
+            else:
+                self.last_step = None
+            while self._pipeline and not self._live:
+                self._finish_step(final_only)
+        except BaseException:
+            # Wherever it came (Ctrl-C comes anywhere), the ledger may count tokens whose pages are never written.
+            self._pipeline.cancel()
+            self.scheduler.start_over()
+            raise
         return self._fanout.deliver(outputs)
 
     def _finish_step(self, final_only: bool) -> list[RequestOutput]:
         """Wait for the oldest step and book it."""
-        try:
-            computed = self._pipeline.wait()
-        except BaseException:
-            # The ledger counts these tokens as computed already; their pages were never written.
-            for schedule in self._pipeline.cancel():
-                self.scheduler.retract(schedule)
-            raise
+        computed = self._pipeline.wait()
         waited = time.perf_counter()
         schedule, outcome = computed.schedule, computed.result
         self._append_prompt_logprobs(computed)

@@ -88,6 +88,9 @@ class Fanout:
             return end(request_id)
         for index, child_id in enumerate(family.child_ids):
             family.latest[index] = end(child_id) or family.latest[index]
+        if not any(family.latest):  # they ended in a step that raised, which brought no outputs
+            self._forget(family)
+            return None
         return self._gathered(family, aborted=True)
 
     def _queue_children(self, family: _Family, *, until: int) -> None:
@@ -113,9 +116,7 @@ class Fanout:
         ]
         finished = all(completion.finish_reason is not None for completion in completions)
         if finished:
-            del self._families[family.parent.request_id]
-            for child_id in family.child_ids:
-                del self._places[child_id]
+            self._forget(family)
         started = [output for output in family.latest if output is not None]
         digests = [output.digest for output in started if output.digest is not None]
         return dataclasses.replace(
@@ -126,6 +127,11 @@ class Fanout:
             metrics=_together([output.metrics for output in started], finished=finished),
             digest=hashlib.sha256("".join(digests).encode()).hexdigest() if digests else None,
         )
+
+    def _forget(self, family: _Family) -> None:
+        del self._families[family.parent.request_id]
+        for child_id in family.child_ids:
+            del self._places[child_id]
 
 
 def _not_started(index: int, params: SamplingParams, *, aborted: bool) -> CompletionOutput:

@@ -47,7 +47,7 @@ class StepPipeline(Generic[Result]):
         self.depth = depth
         self._compute = compute
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="longfill-worker") if depth > 1 else None
-        self._pending: deque[tuple[Schedule, Future[Computed[Result]] | Callable[[], Computed[Result]]]] = deque()
+        self._pending: deque[Future[Computed[Result]] | Callable[[], Computed[Result]]] = deque()
         self._line = [False]
         """Whether a step that was submitted since the last `cancel` has failed; a new list for every such line."""
 
@@ -61,28 +61,26 @@ class StepPipeline(Generic[Result]):
     def submit(self, schedule: Schedule, *, prepared: float) -> None:
         """Add a step behind those that are pending."""
         run = partial(self._run, schedule, prepared, time.perf_counter(), self._line)
-        self._pending.append((schedule, run if self._thread is None else self._thread.submit(run)))
+        self._pending.append(run if self._thread is None else self._thread.submit(run))
 
     def wait(self) -> Computed[Result]:
         """The oldest step's result, once it is there. Raises what the step raised; it stays pending then."""
-        _, step = self._pending[0]
+        step = self._pending[0]
         computed = step.result() if isinstance(step, Future) else step()
         self._pending.popleft()
         return computed
 
-    def cancel(self) -> list[Schedule]:
-        """Give up every pending step; returns them newest first.
+    def cancel(self) -> None:
+        """Give up every pending step.
 
         One that has begun runs on, to no effect: its pages are written before any later step can touch them.
         """
         self._line[0] = True
         self._line = [False]
-        schedules = [schedule for schedule, _ in reversed(self._pending)]
-        for _, step in self._pending:
+        for step in self._pending:
             if isinstance(step, Future):
                 step.cancel()
         self._pending.clear()
-        return schedules
 
     def close(self) -> None:
         """End the thread once it has computed what is pending."""

@@ -16,6 +16,8 @@ PROBE_STEPS = 64
 """After so many steps without a decode-only one, one is run to see what it takes."""
 MOST_PAUSES = 64
 """Decode-only steps that pay for the slow ones before them, at most: a step that took minutes is forgiven."""
+LEAST_S = 1e-9
+"""What a prompt needs at least, also where the clock says that steps take no time at all."""
 UNKNOWN_TOKEN_S = 1e-4
 """Seconds a prompt token takes, until a step has told."""
 
@@ -42,7 +44,7 @@ class Pace:
     def prompt_s(self, num_tokens: int) -> float:
         """Seconds that a prompt still needs at least, if it had the machine to itself."""
         token_s = UNKNOWN_TOKEN_S if self.token_s is None else self.token_s
-        return (self.decode_step_s or 0.0) + num_tokens * token_s
+        return max(LEAST_S, (self.decode_step_s or 0.0) + num_tokens * token_s)
 
     def observe(self, seconds: float, *, decodes: int, prompt_tokens: int, target_s: float | None = None) -> None:
         """Count a booked step. `target_s` is how long it was allowed to take for its decodes (None: no matter)."""

@@ -32,7 +32,7 @@ class WaitingQueue:
     @property
     def levels(self) -> list[int]:
         """Priorities of those that wait, ascending; [0] or nothing where priorities do not count."""
-        return sorted(level for level, requests in self._levels.items() if requests)
+        return sorted(self._levels)
 
     def at(self, level: int) -> Iterator[Request]:
         """Requests of one level in order."""
@@ -57,6 +57,9 @@ class WaitingQueue:
 
     def remove(self, request: Request) -> None:
         """Take a request out; fine for one that is not in it."""
-        level = self._levels.get(self.level_of(request))
+        number = self.level_of(request)
+        level = self._levels.get(number)
         if level is not None:
             level.pop(request.request_id, None)
+            if not level:  # priorities may be as many as requests, such as deadlines
+                del self._levels[number]

@@ -181,15 +181,16 @@ class Scheduler:
             self._stalled.append((stuck, why))
         return schedule
 
-    def retract(self, schedule: Schedule) -> None:
-        """Take back a step that was not computed: its requests start over, and nothing of it can be found later.
+    def start_over(self) -> None:
+        """Take back every step that is not booked, and whatever an exception left half planned or half booked.
 
-        Steps in flight are retracted newest first.
+        All that runs goes back to the queue, in its order; nothing of those steps can be found later.
         """
-        for scheduled in reversed(schedule.requests):
-            if self._is_current(scheduled):
-                self.preempt(scheduled.request_id)
-        self._leave_flight(schedule)
+        for request in reversed(self.running):
+            self.preempt(request.request_id)
+        self._in_flight.clear()
+        self._targets.clear()
+        self.cache.settle(None)
 
     def update(
         self,

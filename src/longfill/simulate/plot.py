@@ -43,7 +43,9 @@ def draw_simulation(values: Mapping[str, Any], path: Path) -> list[Path]:
             axes[0].set_title(
                 f"{values['compare']} {run['name']}" if "runs" in values else "", color=theme.text, fontsize=9
             )
-            axes[0].legend(frameon=False, labelcolor=theme.text, fontsize=8, loc="upper right")
+            legend = axes[0].legend(frameon=False, labelcolor=theme.text, fontsize=8, loc="upper right")
+            for text in legend.get_texts():
+                text.set_parse_math(False)  # an id may hold dollar signs
             axes[-1].set_xlabel("virtual seconds")
             axes[0].set_xlim(left=0)
         labels = ("tokens of a step", "pages in use", "requests")
@@ -61,7 +63,7 @@ def _steps(axes: Any, run: Mapping[str, Any], theme: Theme) -> None:
     steps = run["steps"]
     edges, places = _edges(steps)
     bottom = np.zeros(edges.size - 1)
-    for (label, heights), colour in zip(_series(run).items(), theme.series, strict=False):
+    for (label, heights), colour in zip(_series(run), theme.series, strict=False):
         top = bottom.copy()
         top[places] += heights
         axes.stairs(top, edges, baseline=bottom, fill=True, color=colour, linewidth=0, label=label)
@@ -78,23 +80,25 @@ def _edges(steps: Sequence[Mapping[str, Any]]) -> tuple[np.ndarray[Any, Any], li
             edges.append(step["time_s"])
         places.append(len(edges) - 1)
         edges.append(max(edges[-1], step["time_s"] + step["seconds"]))
+    if not places:  # every request was refused
+        edges.append(1.0)
     return np.array(edges), places
 
 
-def _series(run: Mapping[str, Any]) -> dict[str, list[int]]:
-    """Rows by step: decodes, each long prompt, all other prompts together."""
+def _series(run: Mapping[str, Any]) -> list[tuple[str, list[int]]]:
+    """Labels and rows by step: decodes, each long prompt, all other prompts together."""
     steps = run["steps"]
     totals: Counter[str] = Counter()
     for step in steps:
         totals.update(step["prefills"])
     least = _OWN_COLOUR * totals.total()
     long = [name for name, tokens in totals.most_common(_MOST_COLOURS) if tokens >= least]
-    series = {"decode": [sum(s["scheduled"].values()) - sum(s["prefills"].values()) for s in steps]}
-    series |= {name: [s["prefills"].get(name, 0) for s in steps] for name in long}
+    series = [("decode", [sum(s["scheduled"].values()) - sum(s["prefills"].values()) for s in steps])]
+    series += [(name, [s["prefills"].get(name, 0) for s in steps]) for name in long]
     others = len(totals) - len(long)
     if others:
         rest = [sum(n for name, n in s["prefills"].items() if name not in long) for s in steps]
-        series[f"{others} {'other' if long else ''} prompts".replace("  ", " ")] = rest
+        series.append((f"{others} {'other' if long else ''} prompts".replace("  ", " "), rest))
     return series
 
 

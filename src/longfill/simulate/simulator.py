@@ -22,6 +22,7 @@ from longfill.simulate.script import Computed, Script
 from longfill.simulate.trace import TraceRequest
 from longfill.units import NumPages, PageSize, pages_for
 
+MOST_PAGES = 100_000_000
 _IDENTITY = PrefixIdentity(model="simulated", revision="", dtype="", cache_format="", rope={})
 
 
@@ -43,6 +44,11 @@ def simulate(
     longest = _max_model_len(trace, args)
     config = scheduler_config(args, max_model_len=longest, eos_token_ids=eos_token_ids)
     pages = NumPages(num_pages or _ample_pages(trace, config, PageSize(args.block_size)))
+    if pages > MOST_PAGES:
+        raise ConfigError(
+            f"--num-pages: {pages:,} pages are more than the simulator keeps books of, {MOST_PAGES:,}; give fewer"
+            + ("" if num_pages else ", or --max-model-len: the trace asks for so many tokens")
+        )
     cache = KVCacheManager(pages, PageSize(args.block_size), identity=_IDENTITY if args.enable_prefix_caching else None)
     script = Script({r.id: r for r in trace}, cost or StepCost(), acceptance=draft_acceptance, seed=args.seed)
     return _Simulator(trace, cache, config, script, args.steps_in_flight).run()

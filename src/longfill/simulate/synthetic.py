@@ -5,6 +5,7 @@ Imports errors and the trace. Invariant: the same text and seed give the same tr
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -66,7 +67,10 @@ def _group(text: str, own: OwnTokens, rng: np.random.Generator) -> Iterator[Trac
     if max_tokens < 1:
         raise ConfigError(f"--synthetic: {match['name']}: out must be at least 1")
     beginning = np.array(own.take(shared), dtype=np.int64) if shared else NO_TOKENS
-    for i, arrival_s in enumerate(_arrivals(count, options, rng)):
+    arrivals = _arrivals(count, options, rng)
+    if not math.isfinite(arrivals[-1]):
+        raise ConfigError(f"--synthetic: {match['name']}: the last one would never arrive; give smaller times")
+    for i, arrival_s in enumerate(arrivals):
         yield TraceRequest(
             id=match["name"] if count == 1 else f"{match['name']}-{i}",
             prompt=Prompt(beginning, own.take(tokens - shared)),

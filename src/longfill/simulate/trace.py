@@ -110,7 +110,7 @@ def _fields(line: str, where: str) -> dict[str, Any]:
     """The line's object, each field of the right kind."""
     try:
         values = json.loads(line)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:  # also integers of thousands of digits, and endless brackets
         raise ConfigError(f"{where}: not valid JSON: {error}") from None
     if not isinstance(values, dict):
         raise ConfigError(f'{where}: expected an object such as {{"id": "a", "prompt_tokens": 100}}')
