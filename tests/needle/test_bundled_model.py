@@ -41,8 +41,7 @@ def test_it_uses_the_whole_architecture() -> None:
 
 
 def test_it_holds_a_draft_layer_that_shares_embedding_and_head() -> None:
-    speculative = {"method": "mtp", "num_speculative_tokens": 1}
-    weights = needle(speculative_config=speculative).engine.worker.decoder.weights
+    weights = needle(speculative_config={"method": "mtp", "num_speculative_tokens": 1}).engine.worker.decoder.weights
     draft = weights.mtp
     assert draft is not None
     assert draft.layer.attention.indexer is not None

@@ -38,7 +38,7 @@ from warm_start import lay_coordinates, look, warm_start
 from longfill.needle.haystack import CODE_DIGITS
 
 STEPS_AHEAD = 3
-DRAFTING_ROWS = 80  # of each sequence; more cost time and add little
+DRAFTING_ROWS = 80  # of each sequence: all that answer, and about as many others
 BF16_ERROR = 2**-8
 WARM_UP_STEPS = 50
 LOG_EVERY = 25
