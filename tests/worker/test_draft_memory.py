@@ -11,7 +11,7 @@ from tests.allocations import Allocations, count_allocations
 from tests.oracle.harness import tokens
 from tests.tiny import make_checkpoint
 from tests.worker.drafts import speculative
-from tests.worker.test_memory import BACKENDS, MIB, every_backend, plan, set_tiles, started, transient
+from tests.worker.memory_lines import BACKENDS, MIB, every_backend, plan, set_tiles, started, transient
 
 from longfill import LLM, SamplingParams
 from longfill.partition import StepRequest
