@@ -47,7 +47,9 @@ def test_run_reports_how_often_drafts_were_right(longfill):
     spec = json.loads(longfill(*args, *drafts, "--json").out)["stats"]["spec"]
     assert spec["num_draft_tokens"] >= spec["num_accepted_tokens"] == sum(spec["num_accepted_tokens_per_pos"]) > 0
     assert len(spec["acceptance_per_position"]) == 2
-    assert f"{spec['mean_acceptance_length']:.2f} tokens a step with drafts" in longfill(*args, *drafts).err
+    first, second = spec["acceptance_per_position"]
+    shares = f"(accepted by position {first:.2f} {second:.2f})"
+    assert f"{spec['mean_acceptance_length']:.2f} tokens a step with drafts {shares}" in longfill(*args, *drafts).err
     assert json.loads(longfill(*args, "--json").out)["stats"]["spec"] is None
 
 

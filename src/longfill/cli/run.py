@@ -154,15 +154,22 @@ def _show_texts(completions: list[dict[str, Any]]) -> None:
 def _show_figures(values: dict[str, Any], console: Console) -> None:
     speed, first, outputs = values["prefill_tokens_per_s"], values["ttft_s"], values["outputs"]
     reasons = dict.fromkeys(each["finish_reason"] for each in outputs)
-    drafts = values["stats"]["spec"]
     parts = [
         f"{values['prompt_tokens']:,} prompt tokens ({values['cached_tokens']:,} cached)",
         f"{sum(len(each['token_ids']) for each in outputs):,} generated ({', '.join(reasons)})",
         f"first token after {duration(first)}" if first is not None else "",
         f"{speed:,.0f} prompt tokens/s" if speed is not None else "",
         f"{values['steps']:,} steps",
-        f"{drafts['mean_acceptance_length']:.2f} tokens a step with drafts" if drafts else "",
+        _drafts(values["stats"]["spec"]),
         f"peak memory {size(values['peak_rss_bytes'])}",
         f"digest {values['digest']}" if values["digest"] else "",
     ]
     console.print("longfill: " + ", ".join(part for part in parts if part), soft_wrap=True)
+
+
+def _drafts(spec: dict[str, Any] | None) -> str:
+    """How often drafts were right; nothing where there were none."""
+    if spec is None:
+        return ""
+    shares = " ".join(f"{share:.2f}" for share in spec["acceptance_per_position"])
+    return f"{spec['mean_acceptance_length']:.2f} tokens a step with drafts (accepted by position {shares})"
