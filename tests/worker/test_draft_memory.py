@@ -105,3 +105,6 @@ def test_logits_of_every_row_that_is_verified_are_planned(folder: Path) -> None:
     assert logits(max_num_seqs=100) == 100 * one
     assert logits(max_num_seqs=100, **speculative(K)) == 100 * (1 + K) * one
     assert logits(max_num_seqs=100, max_num_batched_tokens=250, **speculative(K)) == 250 * one
+    # Of each step more in flight they wait, computed, for the host.
+    three = {"async_scheduling": True, "max_concurrent_batches": 3}
+    assert 3 * logits(max_num_seqs=100, **three, **speculative(K)) == 5 * 100 * (1 + K) * one
