@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from longfill.config import EngineArgs, cache_formats
+from longfill.config import EngineArgs, cache_formats, flag_name
 from longfill.errors import ConfigError
 from longfill.request import SamplingParams
 
@@ -79,14 +79,14 @@ class Refusal:
 def _value(knob: str, value: object, effect: Effect, tolerance: float = 0.0) -> Feature:
     """The feature that `knob` has `value`."""
     name = f"{knob}={value}"
-    option = f"--{knob.replace('_', '-')} {value}"
+    option = f"{flag_name(knob)} {value}"
     return Feature(name, option, knob, effect, lambda s: bool(getattr(s.args, knob) == value), tolerance)
 
 
 def _changed(knob: str, effect: Effect, tolerance: float = 0.0, option: str | None = None) -> Feature:
     """The feature that `knob` does not have its default."""
     default = EngineArgs.__dataclass_fields__[knob].default
-    flag = option or f"--{knob.replace('_', '-')}"
+    flag = option or flag_name(knob)
     return Feature(knob, flag, knob, effect, lambda s: bool(getattr(s.args, knob) != default), tolerance)
 
 
@@ -284,7 +284,7 @@ def table() -> str:
     lines += ["", "## Tolerances", "", _TOLERANCES, "", "| feature | tolerance |", "|---|---|"]
     lines += [f"| {f.option} | {f.tolerance:g} |" for f in FEATURES if f.effect == "rounding"]
     lines += ["", "## Not in the table", "", "| option | why |", "|---|---|"]
-    lines += [f"| --{knob.replace('_', '-')} | {why} |" for knob, why in OUTSIDE.items()]
+    lines += [f"| {flag_name(knob)} | {why} |" for knob, why in OUTSIDE.items()]
     return "\n".join(lines) + "\n"
 
 

@@ -50,7 +50,6 @@ class StepLimits:
 CPU_LIMITS = StepLimits(4096, 64)
 """Chosen by measurement: docs/performance.md, "Tokens of a step"."""
 DEVICE_LIMITS: tuple[tuple[int, StepLimits], ...] = (
-    (160 * 2**30, StepLimits(16_384, 1024)),
     (70 * 2**30, StepLimits(16_384, 1024)),
     (0, StepLimits(8_192, 256)),
 )

@@ -81,7 +81,7 @@ def drive(core: LLMEngine, before_step: Callable[[int], None] = lambda _: None) 
 def assert_all_pages_back(core: LLMEngine) -> None:
     core.step()  # books what is still in flight for nobody
     core.cache.check()
-    assert core.scheduler.num_in_flight == 0
+    assert not core._pipeline
     assert core.cache.num_free_pages == core.cache.num_usable_pages
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from longfill.config import EngineArgs, PrefillPolicy, SchedulingPolicy
+from longfill.config import EngineArgs, PrefillPolicy, SchedulingPolicy, flag_name
 from longfill.errors import ConfigError
 
 
@@ -47,7 +47,7 @@ class SchedulerConfig:
     def __post_init__(self) -> None:
         for name in ("max_num_batched_tokens", "max_num_seqs", "prefill_schedule_interval"):
             if getattr(self, name) < 1:
-                raise ConfigError(f"{_flag(name)}: must be at least 1, got {getattr(self, name)}")
+                raise ConfigError(f"{flag_name(name)}: must be at least 1, got {getattr(self, name)}")
         if self.max_model_len < 2:
             raise ConfigError(
                 f"--max-model-len: must hold a prompt token and an output, so at least 2, got {self.max_model_len}"
@@ -109,7 +109,3 @@ def scheduler_config(
         draft_slots=draft_slots,
         eos_token_ids=frozenset(eos_token_ids),
     )
-
-
-def _flag(knob: str) -> str:
-    return "--" + knob.replace("_", "-")

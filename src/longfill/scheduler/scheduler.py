@@ -73,11 +73,6 @@ class Scheduler:
         return len(self._waiting)
 
     @property
-    def num_in_flight(self) -> int:
-        """Steps that are scheduled and not booked."""
-        return len(self._in_flight)
-
-    @property
     def running(self) -> list[Request]:
         """Running requests in the order of their admission."""
         return list(self._running.values())

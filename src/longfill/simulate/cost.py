@@ -1,6 +1,7 @@
 """How long a step takes on the virtual clock.
 
-Imports errors. Invariant: a step's time depends on its rows and the pairs that they attend to, on nothing else.
+Imports config and errors. Invariant: a step's time depends on its rows and the pairs that they attend to, and on
+nothing else.
 """
 
 from __future__ import annotations
