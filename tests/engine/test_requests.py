@@ -213,3 +213,26 @@ def test_a_step_that_only_ends_requests_is_no_standstill(llm: LLM, monkeypatch: 
     monkeypatch.setattr(core, "step", end_one)
     outs = llm.generate([clean(5, 1), clean(6, 2)], GREEDY, on_step=lambda _: pytest.fail("there was no step"))
     assert [out.outputs[0].finish_reason for out in outs] == ["abort", "abort"]
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+def test_penalties_count_tokens_for_running_requests_only_and_again_after_a_preemption(
+    folder: Path, depth: int
+) -> None:
+    """The memory plan has room for what the prompts of `max_num_seqs` requests hold, however many wait."""
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, presence_penalty=2.0)
+    want = [out.outputs[0].token_ids for out in engine(folder, max_model_len=100).generate([clean(9, 3)] * 8, params)]
+    core = engine(
+        folder, max_model_len=100, max_num_seqs=2, scheduling_policy="priority", async_scheduling=depth > 1,
+        max_concurrent_batches=depth,
+    ).engine  # fmt: skip
+    counted, done = 0, {}
+    for number in range(8):
+        core.add_request(str(number), clean(9, 3), params, priority=-number)
+        for _ in range(2 * depth if number < 7 else 500):
+            done |= {out.request_id: out.outputs[0].token_ids for out in core.step() if out.finished}
+            held = len(core._pipeline._compute._histories)
+            counted = max(counted, held)
+    assert [done[str(number)] for number in range(8)] == want
+    assert core.stats.preemptions >= 4
+    assert 1 <= counted <= 2

@@ -11,6 +11,7 @@ from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
 from torch import Tensor
 
 from longfill.engine.live import LiveRequest
@@ -18,8 +19,9 @@ from longfill.engine.stats import SpecDecodingStats
 from longfill.kernels.interface import ScreenCounts
 from longfill.partition import StepPlan, StepRequest
 from longfill.scheduler import Schedule, Scheduler
+from longfill.worker.history import TokenHistory
 from longfill.worker.prompt_logprobs import PromptLogprobs
-from longfill.worker.sampler import SampledToken
+from longfill.worker.sampler import SampledToken, SampleInput
 from longfill.worker.worker import StepResult, Worker
 
 
@@ -90,11 +92,14 @@ class StepComputer:
         self._scheduler = scheduler
         self._live = live
         self._split = split_mixed_batch
+        self._histories: dict[str, tuple[int, TokenHistory]] = {}
+        """By request id, with the admission that it is of: no more than requests run, whoever waits."""
 
     def __call__(self, schedule: Schedule) -> StepOutcome:
         """Run a step. Requests that ended or were preempted since it was scheduled are left out."""
         start = time.perf_counter()
         self._worker.tails.keep(self._is_current)
+        self._histories = {name: of for name, of in self._histories.items() if self._is_current(name, of[0])}
         live: dict[str, LiveRequest] = {}
         requests: list[StepRequest] = []
         for scheduled in schedule.requests:
@@ -116,11 +121,20 @@ class StepComputer:
         return [part for part in (decodes, prompts) if part]
 
     def _run(self, plan: StepPlan, live: Mapping[str, LiveRequest]) -> StepResult:
-        inputs = [
-            live[r.request_id].sample_input(r.start + r.query_len - r.num_drafts) for r in plan.requests if r.samples
-        ]
+        inputs = [self._sample_input(r, live[r.request_id]) for r in plan.requests if r.samples]
         prompts = [live[r.request_id].prompt_input(r.start, r.seq_len) for r in plan.requests]
         return self._worker.execute(plan, inputs, [given for given in prompts if given is not None])
+
+    def _sample_input(self, scheduled: StepRequest, live: LiveRequest) -> SampleInput:
+        position, history = scheduled.start + scheduled.query_len - scheduled.num_drafts, None
+        if live.request.params.has_penalties:
+            admission, history = self._histories.get(scheduled.request_id, (None, None))
+            if history is None or admission != scheduled.admission:
+                # The first token of an admission: all before it are booked, and stay.
+                prompt, outputs = np.split(live.request.token_ids[:position], [live.request.num_prompt_tokens])
+                history = TokenHistory(prompt, self._worker.config.vocab_size, outputs.tolist())
+                self._histories[scheduled.request_id] = scheduled.admission, history
+        return live.sample_input(position, history)
 
     def _is_current(self, request_id: str, admission: int) -> bool:
         return self._scheduler.admission(request_id) == admission

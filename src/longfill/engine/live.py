@@ -41,8 +41,6 @@ class LiveRequest:
         # A tokenizer may know tokens that the model has no logits for.
         stops = {*eos_token_ids, *(request.params.stop_token_ids or ())}
         self._stop_token_ids = tuple(sorted(token for token in stops if token < vocab_size))
-        self._vocab_size = vocab_size
-        self._history: TokenHistory | None = None
         self._tokenizer = tokenizer
         self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer, request.params)
         self._digest = hashlib.sha256() if digest else None
@@ -55,18 +53,16 @@ class LiveRequest:
         """Of single tokens, by id: a prompt's log-probabilities name few tokens many times."""
         self._metrics = RequestMetrics(arrival_time=request.arrival_time)
 
-    def sample_input(self, position: int) -> SampleInput:
+    def sample_input(self, position: int, history: TokenHistory | None) -> SampleInput:
         """What the token at a position of the sequence depends on besides the logits."""
         request = self.request
-        if self._history is None and request.params.has_penalties:
-            self._history = TokenHistory(request.token_ids[: request.num_prompt_tokens], self._vocab_size)
         return SampleInput(
             request.request_id,
             request.params,
             self._seed,
             position - request.num_prompt_tokens,
             self._stop_token_ids,
-            self._history,
+            history,
         )
 
     def prompt_input(self, start: int, end: int) -> PromptInput | None:

@@ -22,7 +22,7 @@ class TokenHistory:
     """One request's tokens, counted as they come: a prompt is read once, however long it is, into V bytes.
 
     The sampler appends what it draws. A row names, by its output index, the outputs that it sees: what was drawn behind
-    them under an admission that is over is forgotten, and drawn again. `output_token_ids` are outputs known before.
+    them in a step that did not count is forgotten, and drawn again. `output_token_ids` are outputs known before.
     """
 
     def __init__(self, prompt_token_ids: TokenIds, vocab_size: int, output_token_ids: Sequence[int] = ()) -> None:
