@@ -116,8 +116,8 @@ class StepComputer:
         """What is run in one call: everything, or decode rows and prompts apart."""
         if not self._split:
             return [requests] if requests else []
-        decodes = [request for request in requests if request.query_len - request.num_drafts == 1]
-        prompts = [request for request in requests if request.query_len - request.num_drafts > 1]
+        decodes = [request for request in requests if request.has_one_row]
+        prompts = [request for request in requests if not request.has_one_row]
         return [part for part in (decodes, prompts) if part]
 
     def _run(self, plan: StepPlan, live: Mapping[str, LiveRequest]) -> StepResult:

@@ -38,6 +38,11 @@ class StepRequest:
     """The scheduler's serial number of the request's admission, under which the worker keeps what it alone knows."""
 
     @property
+    def has_one_row(self) -> bool:
+        """Whether it has one row beside its drafts: a decode, or the last token of a piece of prompt."""
+        return self.query_len - self.num_drafts == 1
+
+    @property
     def seq_len(self) -> int:
         """Tokens in the cache after this step."""
         return self.start + self.query_len
@@ -93,7 +98,7 @@ def plan_step(
     drafts without a row before them to sample from, or a position without a page; CapacityError for a context longer
     than the workspace.
     """
-    ordered = tuple(sorted(requests, key=lambda r: r.query_len - r.num_drafts > 1))
+    ordered = tuple(sorted(requests, key=lambda r: not r.has_one_row))
     for request in ordered:
         _check(request, page_size)
     query_lens = np.array([r.query_len for r in ordered], dtype=np.int64)
