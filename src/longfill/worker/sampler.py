@@ -169,6 +169,10 @@ def draft_token(logits_V: Tensor, params: SamplingParams, seed: int, output_inde
     the same token, and near ones mostly do. Penalties and min_tokens are left to the target. Any token is a right
     guess, so logits that allow none give token 0.
     """
+    if params.temperature == 0 and not params.logit_bias:
+        # No copy of the row; max() hands NaN on, and takes the first of equal values.
+        best, token = logits_V.max(-1)
+        return int(token) if torch.isfinite(best) else 0
     values = logits_V.detach().to("cpu", torch.float64, copy=True).numpy()
     if not np.isfinite(values.max()):
         return 0
