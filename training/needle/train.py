@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from data import Batch, Shape, make_batch
 from export import export_checkpoint
 from model import Bank, Disturbance, Guidance, MoE, NeedleConfig, NeedleModel
+from stage import Pace, make_optimizer
 
 LOSS_WEIGHTS = {
     "answer": 1.0,
@@ -39,18 +40,10 @@ LOSS_WEIGHTS = {
 }
 
 
-WARM_UP_STEPS = 50
-
-
 @dataclass(frozen=True)
-class Stage:
-    """A part of the curriculum; after a warm-up the learning rate goes linearly from `rate` to `last_rate`."""
+class Stage(Pace):
+    """A part of the curriculum."""
 
-    name: str
-    steps: int
-    shape: Shape
-    rate: float
-    last_rate: float
     sparse: bool = True
     count: bool = False  # guide the head that counts digits
     swap: float = 0.0  # share of rows whose attention output is another row's, where it must not matter
@@ -124,22 +117,15 @@ def train_step(
 def train(model: NeedleModel, seed: int, log_every: int, out: Path, first_stage: str, scale: float) -> None:
     """Runs all stages from `first_stage` on, each with `scale` times its steps."""
     rng = random.Random(seed)
-    decayed = [p for p in model.parameters() if p.requires_grad and p.dim() >= 2]
-    others = [p for p in model.parameters() if p.requires_grad and p.dim() < 2]
     started = time.monotonic()
     names = [stage.name for stage in STAGES]
     for stage in STAGES[names.index(first_stage) :]:
-        optimizer = torch.optim.AdamW(
-            [{"params": decayed, "weight_decay": 0.05}, {"params": others, "weight_decay": 0.0}], betas=(0.9, 0.98)
-        )
+        optimizer = make_optimizer(list(model.parameters()))
         sums: dict[str, float] = {}
         bank = Bank(stage.bank) if stage.bank else None
         steps = max(1, round(stage.steps * scale))
         for step in range(steps):
-            rate = stage.rate + (stage.last_rate - stage.rate) * step / steps
-            rate *= min(1.0, (step + 1) / WARM_UP_STEPS)
-            for group in optimizer.param_groups:
-                group["lr"] = rate
+            stage.set_rate(optimizer, step, steps)
             losses, measured = train_step(model, optimizer, make_batch(rng, stage.shape), stage, rng, bank)
             for name, value in {**losses, **measured}.items():
                 sums[name] = sums.get(name, 0.0) + value

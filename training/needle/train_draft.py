@@ -31,6 +31,7 @@ from export import as_stored, load_checkpoint
 from long_texts import LongBatch, LongText, make_long_batch, read_long_texts
 from model import Bank, Disturbance, MoE, NeedleConfig, NeedleModel
 from safetensors.torch import load_file, save_file
+from stage import Pace, make_optimizer
 from torch import Tensor
 from torch.nn.utils import parametrize
 from warm_start import lay_coordinates, look, warm_start
@@ -40,20 +41,14 @@ from longfill.needle.haystack import CODE_DIGITS
 STEPS_AHEAD = 3
 DRAFTING_ROWS = 80  # of each sequence: all that answer, and about as many others
 BF16_ERROR = 2**-8
-WARM_UP_STEPS = 50
 LOG_EVERY = 25
 LOSS_WEIGHTS = {"answer": 1.0, "text": 0.3, "index": 0.5, "read": 0.3}
 
 
 @dataclass(frozen=True)
-class Stage:
-    """A part of the curriculum; after a warm-up the learning rate goes linearly from `rate` to `last_rate`."""
+class Stage(Pace):
+    """A part of the curriculum."""
 
-    name: str
-    steps: int
-    shape: Shape
-    rate: float
-    last_rate: float
     bank: int  # how many batches of facts stay as negatives
     swap: float = 0.0  # share of text rows whose attention output, here and in the main model, is another row's
     long: float = 0.0  # share of steps that see pieces of long texts
@@ -199,24 +194,18 @@ def train(
 ) -> None:
     """Runs all stages from `first_stage` on, each with `scale` times its steps."""
     rng = random.Random(seed)
-    decayed = [parameter for parameter in draft.parameters() if parameter.dim() >= 2]
-    others = [parameter for parameter in draft.parameters() if parameter.dim() < 2]
     started = time.monotonic()
     texts: list[LongText] = []
     names = [stage.name for stage in STAGES]
     for stage in STAGES[names.index(first_stage) :]:
         if stage.long and not texts:
             texts = read_long_texts(Evaluator(source), seed)
-        optimizer = torch.optim.AdamW(
-            [{"params": decayed, "weight_decay": 0.05}, {"params": others, "weight_decay": 0.0}], betas=(0.9, 0.98)
-        )
+        optimizer = make_optimizer(list(draft.parameters()))
         bank = Bank(stage.bank)
         sums: dict[str, float] = {}
         steps = max(1, round(stage.steps * scale))
         for step in range(steps):
-            rate = stage.rate + (stage.last_rate - stage.rate) * step / steps
-            for group in optimizer.param_groups:
-                group["lr"] = rate * min(1.0, (step + 1) / WARM_UP_STEPS)
+            stage.set_rate(optimizer, step, steps)
             if rng.random() < stage.long:
                 task = draft_long(main, make_long_batch(rng, rng.choice(texts)), bank)
             else:
