@@ -1,0 +1,1 @@
+"""The OpenAI API over an engine in a process of its own."""
