@@ -24,6 +24,7 @@ from longfill.engine.stats import EngineStats, ResidentMemory, StepStats
 from longfill.engine.token_bytes import structured_outputs
 from longfill.engine.tokenizer import Tokenizer
 from longfill.errors import ConfigError, RequestError
+from longfill.kernels.cpu.extension import tasks_done
 from longfill.models.config import ModelConfig
 from longfill.models.hub import resolve_model, weights_revision
 from longfill.request import FinishReason, Request, RequestOutput, RequestOutputKind, SamplingParams, TokenIds
@@ -39,7 +40,7 @@ class LLMEngine:
 
     def __init__(self, args: EngineArgs) -> None:
         self.args = args
-        folder = resolve_model(args.model, args.revision)
+        self.folder = folder = resolve_model(args.model, args.revision)
         config = ModelConfig.from_folder(folder, args.hf_overrides)
         if args.dtype != "auto":
             config = dataclasses.replace(config, dtype=args.dtype)
@@ -181,6 +182,11 @@ class LLMEngine:
         self._record(computed, progress, sampled, waited)
         return [output for output in outputs if output is not None]
 
+    @property
+    def work_done(self) -> int:
+        """Grows while a step is computed: by tasks of native kernels, and by stages of layers. For whoever watches."""
+        return tasks_done() + self.worker.decoder.stages_done
+
     def _append_prompt_logprobs(self, computed: Computed[StepOutcome]) -> None:
         """Hand over what a step says of prompts, to those requests that still run as they did when it was scheduled."""
         found = computed.result.prompt_logprobs
@@ -242,7 +248,7 @@ class LLMEngine:
         self, computed: Computed[StepOutcome], progress: dict[str, tuple[int, int]], sampled: set[str], waited: float
     ) -> None:
         """Count a step that gave tokens to `sampled`; `waited` is when its result was there for the host."""
-        outcome, booked = computed.result, time.perf_counter()
+        outcome, requests, booked = computed.result, computed.schedule.requests, time.perf_counter()
         full = len(self.model_config.full_indexer_layers)
         layers = self.model_config.num_layers if self.worker.kernels.use_workspace else 0
         seconds = outcome.seconds | {
@@ -256,9 +262,11 @@ class LLMEngine:
         step = StepStats(
             step=computed.schedule.step,
             num_tokens=sum(plan.token_ids.size for plan in outcome.plans),
+            num_prompt_tokens=sum(scheduled.num_prompt_rows for scheduled in requests),
             num_running=self.scheduler.num_running,
             num_waiting=self.scheduler.num_waiting,
             pages_used=self.cache.num_usable_pages - self.cache.num_free_pages,
+            pages_cached=self.cache.num_cached_pages,
             pages_total=self.cache.num_usable_pages,
             indexer_chunks=full * sum(len(plan.indexer_chunks) for plan in outcome.plans),
             scored_pairs=full * sum(plan.scored_pairs for plan in outcome.plans),
@@ -268,6 +276,7 @@ class LLMEngine:
             spec=outcome.spec(sampled),
             seconds=seconds,
             progress=progress,
+            step_tokens={r.request_id: (r.num_tokens, r.num_prompt_tokens) for r in requests},
             preempted=self._preempted,
             rss_bytes=self._memory.bytes(booked),
         )
