@@ -13,7 +13,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from longfill.errors import CapacityError, RequestError
+from longfill.errors import CapacityError, EngineDeadError, OverloadedError, RequestError
 
 logger = logging.getLogger(__name__)
 
@@ -92,6 +92,10 @@ def as_api_error(error: BaseException) -> ApiError:
         return error
     if isinstance(error, RequestError | CapacityError):
         return bad_request(str(error), param=_field_of(str(error)), code="invalid_request")
+    if isinstance(error, OverloadedError):
+        return ApiError(429, str(error), code="overloaded", headers={"Retry-After": str(error.retry_after)})
+    if isinstance(error, EngineDeadError):
+        return ApiError(500, f"the engine has failed: {error}", code="engine_dead")
     logger.error("a request failed inside the server", exc_info=error)
     return ApiError(
         500, "internal error of the server; its log has the traceback, please report it", code="internal_error"

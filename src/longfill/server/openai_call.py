@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager
 
 from msgspec import Struct
@@ -229,7 +229,7 @@ class Call:
                 self._request.state.ticket.started()
         return frames
 
-    def _report(self, index: int, state: PromptState) -> Awaitable[PrefixCacheReport]:
+    async def _report(self, index: int, state: PromptState) -> PrefixCacheReport:
         prompt = CachedPrompt(
             request_id=self._streams[index].request_id,
             tenant=self._request.state.tenant,
@@ -238,7 +238,7 @@ class Call:
             num_cached_tokens=state.cached_tokens,
             prompt_logprobs=state.params.prompt_logprobs is not None,
         )
-        return self._serving.lanes.run(prompt.token_ids.size, self._serving.reports.explain, prompt)
+        return await self._serving.lanes.run(prompt.token_ids.size, self._serving.reports.explain, prompt)
 
     async def _explain(self) -> None:
         if self.body.explain_prefix_cache and self._reports:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol
 
 from msgspec import UNSET, Struct
@@ -187,9 +188,8 @@ class ChatAnswer:
             self.head.completion_tokens += len(part.token_ids)
             choice = self._choices[part.index]
             deltas = choice.take(part)
-            frames += [
-                self._frame([each]) for each in choice.frames(deltas, lambda start, c=choice: self._logprobs(c, start))
-            ]
+            shown = choice.frames(deltas, partial(self._logprobs, choice))
+            frames += [self._frame([each]) for each in shown]
         return frames
 
     def progress(self, progress: PrefillProgress) -> Struct:

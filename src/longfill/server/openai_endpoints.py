@@ -7,7 +7,7 @@ that is cheap before they tokenise, and raise ApiError for a body that cannot be
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from longfill.request import SamplingParams, TokenIds
@@ -129,17 +129,19 @@ class ChatEndpoint:
         model.check_form(params.structured_outputs)
         prompt = model.prompter.chat(request, variables)
         limited = request.max_tokens is not None or request.max_completion_tokens is not None
-        room = with_room(params, prompt.token_ids.size, model.max_model_len, given=limited, param="messages")
         reasoning = model.reasoning_format
         inside = reasoning is not None and starts_in_reasoning(reasoning, prompt.text or "")
         if params.structured_outputs is not None:
             if inside:
                 raise bad_request(
-                    "the chat template leaves the model inside its reasoning, where an output cannot have a form; switch "
-                    "thinking off, or drop the form",
+                    "the chat template leaves the model inside its reasoning, where an output cannot have a form; "
+                    "switch thinking off, or drop the form",
                     param="chat_template_kwargs",
                 )
             reasoning = None
+        if reasoning is not None or request.may_call:
+            params = replace(params, skip_special_tokens=False)  # the parsers' tags may be special tokens
+        room = with_room(params, prompt.token_ids.size, model.max_model_len, given=limited, param="messages")
         marks = ReasoningMarks.of(model.prompter.need_tokenizer("messages")) if reasoning else None
         return Prepared(
             [(prompt, room)],

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from longfill.engine.token_bytes import structured_outputs
 from longfill.engine.tokenizer import Tokenizer
 from longfill.errors import ConfigError
 from longfill.request import SamplingParams, StructuredOutputsParams
@@ -33,6 +31,7 @@ class ServedModel:
         self,
         ready: EngineReady,
         tokenizer: Tokenizer | None,
+        forms: StructuredOutputs | None,
         *,
         names: Sequence[str],
         chat_template: str | None,
@@ -52,6 +51,7 @@ class ServedModel:
         self.tool_format = _format("--tool-call-parser", tool_call_parser, tool, TOOL_FORMATS)
         self.reasoning_format = _format("--reasoning-parser", reasoning_parser, reasoning, REASONING_FORMATS)
         self._ready = ready
+        self._forms = forms
         self._created = int(time.time())
 
     @property
@@ -78,8 +78,8 @@ class ServedModel:
                 self.prompter.need_tokenizer(name)
 
     def check_form(self, form: StructuredOutputsParams | None) -> None:
-        """Raise RequestError for a form that outputs cannot be held to. May take a while."""
-        if form is not None:
+        """Raise RequestError for a form that outputs cannot be held to, behind `check_text_needs`."""
+        if form is not None and self._forms is not None:
             self._forms.validate(form)
 
     def cards(self) -> ModelList:
@@ -94,11 +94,6 @@ class ServedModel:
             max_model_len=self.max_model_len,
             vocab_size=self.vocab_size,
         )
-
-    @cached_property
-    def _forms(self) -> StructuredOutputs:
-        tokenizer = self.prompter.need_tokenizer("structured_outputs")
-        return structured_outputs(tokenizer, self._ready.eos_token_ids, self.vocab_size)
 
 
 def _format(flag: str, wanted: str, own: str | None, known: Sequence[str]) -> str | None:

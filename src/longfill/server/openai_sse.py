@@ -112,8 +112,8 @@ class SseResponse(Response):
         self._close = close
         self._interval = keepalive_interval
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer; `receive` is the watch's already."""
+    async def __call__(self, _scope: Scope, _receive: Receive, send: Send) -> None:
+        """Answer; what could be received is the watch's already."""
         sender = FrameSender(send)
         alive = asyncio.create_task(sender.keep_alive(self._interval))
         try:

@@ -37,12 +37,14 @@ from longfill.server.protocol_responses import (
     Tokenized,
     encode,
 )
+from longfill.server.state import AppState
 
 _SHORT_ERRORS = (400, 401, 404, 408, 413, 500)
 
 
-def openai_router(serving: OpenAIServing) -> APIRouter:
-    """Routes over one served model."""
+def openai_router(state: AppState) -> APIRouter:
+    """Routes over one server's state. Raises LongfillError for a template or parser that cannot work."""
+    serving = OpenAIServing(state)
     router = APIRouter()
 
     @router.post(

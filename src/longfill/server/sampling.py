@@ -79,8 +79,8 @@ def check_body(body: GenerationBody, limits: SamplingLimits) -> None:
     stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
     if len(stops) > MAX_STOPS or sum(map(len, stops)) > MAX_STOP_CHARS:
         raise bad_request(
-            f"stop holds {len(stops)} strings; at most {MAX_STOPS}, of {MAX_STOP_CHARS} characters together, are looked "
-            "for",
+            f"stop holds {len(stops)} strings; at most {MAX_STOPS} are looked for, of {MAX_STOP_CHARS} characters "
+            "together",
             param="stop",
         )
     _check_token_ids("stop_token_ids", body.stop_token_ids or (), limits)
@@ -102,8 +102,6 @@ def sampling_params(body: GenerationBody, defaults: dict[str, Any], limits: Samp
     fields["max_tokens"] = body.max_tokens if body.max_tokens is not None else body.max_completion_tokens
     if isinstance(body, ChatCompletionRequest):
         fields["logprobs"] = (body.top_logprobs or 0) if body.logprobs else None
-        if body.may_call and not body.must_call:
-            fields["skip_special_tokens"] = False  # the marks of a call may be special tokens
     elif isinstance(body, CompletionRequest):
         fields |= _completion_fields(body, fields["max_tokens"])
     fields["structured_outputs"] = structured_outputs(body)
@@ -154,8 +152,8 @@ def _completion_fields(body: CompletionRequest, max_tokens: int | None) -> dict[
     fields: dict[str, Any] = {"logprobs": body.logprobs}
     if len(body.prompt) * (body.n or 1) > MAX_N or len(body.prompt) > MAX_PROMPTS:
         raise bad_request(
-            f"prompt holds {len(body.prompt)} prompts, for {body.n or 1} completions each; at most {MAX_PROMPTS} prompts "
-            f"and {MAX_N} completions go into one request",
+            f"prompt holds {len(body.prompt)} prompts, for {body.n or 1} completions each; at most {MAX_PROMPTS} "
+            f"prompts and {MAX_N} completions go into one request",
             param="prompt",
         )
     if max_tokens is None:
