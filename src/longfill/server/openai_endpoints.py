@@ -24,6 +24,7 @@ from longfill.server.protocol import GenerationBody, validate
 from longfill.server.protocol_chat import ChatCompletionRequest
 from longfill.server.protocol_completion import CompletionRequest
 from longfill.server.sampling import sampling_params, with_room
+from longfill.server.structured import form_field
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ class CompletionEndpoint:
         return Parsed(request, lambda: self._prepare(request, params))
 
     def _prepare(self, request: CompletionRequest, params: SamplingParams) -> Prepared:
-        self._model.check_form(params.structured_outputs)
+        self._model.check_form(params.structured_outputs, form_field(request))
         return Prepared(
             [self._prompt(request, given, params) for given in request.prompt],
             lambda head: CompletionAnswer(head, request),
@@ -126,7 +127,7 @@ class ChatEndpoint:
 
     def _prepare(self, request: ChatCompletionRequest, params: SamplingParams, variables: dict[str, Any]) -> Prepared:
         model = self._model
-        model.check_form(params.structured_outputs)
+        model.check_form(params.structured_outputs, form_field(request))
         prompt = model.prompter.chat(request, variables)
         limited = request.max_tokens is not None or request.max_completion_tokens is not None
         reasoning = model.reasoning_format

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from longfill.engine.tokenizer import Tokenizer
-from longfill.errors import ConfigError
+from longfill.errors import ConfigError, RequestError
 from longfill.request import SamplingParams, StructuredOutputsParams
-from longfill.server.errors import ApiError
+from longfill.server.errors import ApiError, bad_request
 from longfill.server.messages import EngineReady
 from longfill.server.openai_logprobs import TokenSpeller
 from longfill.server.parsers import REASONING_FORMATS, TOOL_FORMATS, formats_for
@@ -77,10 +77,14 @@ class ServedModel:
             if getattr(params, name):
                 self.prompter.need_tokenizer(name)
 
-    def check_form(self, form: StructuredOutputsParams | None) -> None:
-        """Raise RequestError for a form that outputs cannot be held to, behind `check_text_needs`."""
-        if form is not None and self._forms is not None:
+    def check_form(self, form: StructuredOutputsParams | None, param: str) -> None:
+        """Raise ApiError for a form that outputs cannot be held to; `param` is the field that asked for it."""
+        if form is None or self._forms is None:
+            return
+        try:
             self._forms.validate(form)
+        except RequestError as error:
+            raise bad_request(f"{param}: {error}", param=param) from None
 
     def cards(self) -> ModelList:
         """The answer of /v1/models."""

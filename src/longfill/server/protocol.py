@@ -175,9 +175,13 @@ UNSUPPORTED: Mapping[str, str] = {
 
 
 def validate(model: type[AnyBody], fields: Mapping[str, Any]) -> AnyBody:
-    """The body as its model. Raises ApiError, naming the first field at fault."""
+    """The body as its model. Raises ApiError, naming the first field at fault.
+
+    A field that is not supported may be null, which asks for nothing.
+    """
+    given = {name: value for name, value in fields.items() if value is not None or name not in UNSUPPORTED}
     try:
-        return model.model_validate(fields)
+        return model.model_validate(given)
     except ValidationError as error:
         raise _explained(error) from None
 
@@ -187,7 +191,9 @@ def _explained(error: ValidationError) -> ApiError:
     faults = sorted(
         error.errors(include_url=False, include_context=False), key=lambda e: e["type"] != "extra_forbidden"
     )
-    fault = faults[0]
+    # Of the members of a union, the one that came furthest says best what is wrong.
+    related = [fault for fault in faults if fault["loc"][:1] == faults[0]["loc"][:1]]
+    fault = max(related, key=lambda fault: len(_path(fault["loc"])))
     param = _path(fault["loc"])
     if fault["type"] == "extra_forbidden":
         instead = UNSUPPORTED.get(param)

@@ -42,7 +42,6 @@ class CompletionRequest(GenerationBody):
     )
     logprobs: int | None = None
     best_of: int | None = Field(None, description="Only with the value of n")
-    suffix: None = None
     add_special_tokens: bool | None = Field(None, description="Whether a text gets what the tokenizer puts around one")
 
     @model_validator(mode="after")

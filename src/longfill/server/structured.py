@@ -18,11 +18,11 @@ from longfill.server.protocol_chat import ChatCompletionRequest, FunctionDefinit
 
 def structured_outputs(body: GenerationBody) -> StructuredOutputsParams | None:
     """The constraint of this request, if it has one. Raises ApiError for two at once."""
-    constraint, name = None, ""
+    constraint, name = None, form_field(body)
     if body.structured_outputs is not None:
-        constraint, name = _of_fields(body.structured_outputs), "structured_outputs"
+        constraint = _of_fields(body.structured_outputs)
     elif body.response_format is not None:
-        constraint, name = _of_format(body.response_format), "response_format"
+        constraint = _of_format(body.response_format)
     if not isinstance(body, ChatCompletionRequest) or not body.may_call:
         return constraint
     if constraint is not None:
@@ -38,6 +38,13 @@ def structured_outputs(body: GenerationBody) -> StructuredOutputsParams | None:
         chosen = next(tool.function for tool in tools if tool.function.name == body.called_function)
         return _schema(_parameters(chosen))
     return _schema(_calls_schema(tools, one=body.parallel_tool_calls is False))
+
+
+def form_field(body: GenerationBody) -> str:
+    """The field that a constraint comes from."""
+    if body.structured_outputs is not None:
+        return "structured_outputs"
+    return "response_format" if body.response_format is not None else "tools"
 
 
 def _schema(schema: Any) -> StructuredOutputsParams:
