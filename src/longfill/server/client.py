@@ -96,7 +96,7 @@ class EngineClient:
         # It ignores the SIGTERM that multiprocessing sends at exit, and would then wait for.
         atexit.register(self._process.kill)
         died = asyncio.get_running_loop().create_task(self._died())
-        first = asyncio.ensure_future(self._receive())
+        first = asyncio.ensure_future(self._first_words())
         await asyncio.wait({died, first}, return_when=asyncio.FIRST_COMPLETED)
         if not first.done():
             # What it had to say may have come together with its end.
@@ -182,6 +182,12 @@ class EngineClient:
 
     async def _receive(self) -> FromEngine:
         return self._decoder.decode(await self._inbox.recv())
+
+    async def _first_words(self) -> FromEngine:
+        """What the engine says first; its heartbeat has a socket of its own, and may come before."""
+        while isinstance(message := await self._receive(), Heartbeat):
+            pass
+        return message
 
     async def _listen(self) -> None:
         """Book what the engine says until it fails."""

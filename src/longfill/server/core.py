@@ -41,6 +41,8 @@ HEARTBEAT_SECONDS = 1.0
 _IDLE_POLL_MS = 500
 """An idle engine looks up so often, which its heartbeat shows."""
 _PARENT_POLL = 0.5
+_LINGER_MS = 2000
+"""What the last words get to leave."""
 _STALL_SLEEP = 0.002
 """Between looks where requests wait but no step can be made: a thread that spins would take a core from nothing."""
 
@@ -60,32 +62,32 @@ def run_engine(args: EngineArgs, to_engine: str, from_engine: str, log_level: st
     context = zmq.Context()
     inbox, outbox = context.socket(zmq.PULL), context.socket(zmq.PUSH)
     for socket in (inbox, outbox):
-        socket.setsockopt(zmq.LINGER, 2000)
+        socket.setsockopt(zmq.LINGER, _LINGER_MS)
         socket.set_hwm(0)
     inbox.connect(to_engine)
     outbox.connect(from_engine)
-    core = None
+    core, code = None, 0
     try:
         core = EngineCore(args, inbox, outbox)
-        beat = threading.Thread(target=_beat, args=(core, context, from_engine), name="longfill-heartbeat", daemon=True)
-        beat.start()
+        threading.Thread(
+            target=_beat, args=(core, context, from_engine), name="longfill-heartbeat", daemon=True
+        ).start()
         core.serve()
     except BaseException as error:
+        code = 1
         during = "start" if core is None else "step"
         expected = isinstance(error, LongfillError)
         if not expected:
             logger.exception("the engine failed during a %s", during)
         message = str(error) if expected else f"{type(error).__name__}: {error}"
-        _send(
-            outbox,
-            EngineFailed(during=during, message=message, expected=expected, traceback=traceback.format_exc()),
-        )
-        sys.exit(1)
-    finally:
-        inbox.close(0)
-        outbox.close()
-        # A heartbeat in the middle of its interval holds a socket; whatever it would say is of no account now.
-        context.destroy(linger=2000)
+        failed = EngineFailed(during=during, message=message, expected=expected, traceback=traceback.format_exc())
+        _send(outbox, failed)
+    inbox.close(0)
+    outbox.close()
+    context.destroy(linger=_LINGER_MS)
+    # Not by way of the interpreter's end, which takes apart a model of gigabytes while a thread still looks at it.
+    sys.stderr.flush()
+    os._exit(code)
 
 
 class EngineCore:
