@@ -1,0 +1,95 @@
+// What the server said last, put together: hello, the newest update, requests by id, and the history of steps.
+// May import history.
+// Invariant: every step is booked once, also when a reconnection sends it again.
+
+import { History, SLOTS } from "./history.js";
+
+/** Requests that have ended stay in view until as many others ended after them. */
+const ENDED_SHOWN = 3;
+
+export class Ledger {
+  hello = null;
+  history = new History();
+  /** Newest values of: now, num_requests, num_running, num_waiting, pages, health, rss_bytes, lastStep (the record). */
+  current = {};
+  /** Unfinished, oldest first. Each is the server's object, and `slot`. */
+  requests = [];
+  /** The same, in order of their end; their numbers are those of their last step. */
+  ended = [];
+  #slots = new Map();
+  #lastStep = -1;
+  #received = 0;
+
+  takeHello(hello) {
+    if (this.hello && this.hello.started !== hello.started) {
+      // Another server: its requests and step numbers have nothing to do with those before.
+      this.#lastStep = -1;
+      this.#slots.clear();
+      this.requests = [];
+      this.ended = [];
+      this.current = {};
+    }
+    this.hello = hello;
+    this.takeUpdate(hello);
+  }
+
+  takeUpdate(update) {
+    const { requests, steps, ...values } = update;
+    this.#assignSlots(requests);
+    for (const record of steps) this.#book(record);
+    this.#takeRequests(requests, steps);
+    this.current = { ...this.current, ...values };
+    this.#received = performance.now();
+  }
+
+  /** Unix time at the server, as far as is known. */
+  get now() {
+    return (this.current.now ?? 0) + this.sinceUpdate;
+  }
+
+  /** Seconds since the newest values arrived. */
+  get sinceUpdate() {
+    return (performance.now() - this.#received) / 1000;
+  }
+
+  slotOf = (id) => {
+    let slot = this.#slots.get(id);
+    if (slot === undefined) {
+      const used = new Array(SLOTS).fill(0);
+      for (const taken of this.#slots.values()) used[taken] += 1;
+      slot = used.indexOf(Math.min(...used));
+      this.#slots.set(id, slot);
+    }
+    return slot;
+  };
+
+  /** Requests that run get their colour first; those that are unknown to the server give theirs back. */
+  #assignSlots(requests) {
+    const known = new Set(requests.map((request) => request.id));
+    for (const id of this.#slots.keys()) if (!known.has(id)) this.#slots.delete(id);
+    for (const request of requests) if (request.state !== "waiting") this.slotOf(request.id);
+  }
+
+  #book(record) {
+    if (record.step <= this.#lastStep) return;
+    this.#lastStep = record.step;
+    this.history.push(record, this.slotOf);
+    this.current.lastStep = record;
+  }
+
+  #takeRequests(requests, steps) {
+    const known = new Set(requests.map((request) => request.id));
+    const final = new Map();
+    for (const step of steps) for (const [id, computed, tokens] of step.requests) final.set(id, [computed, tokens]);
+    for (const request of this.requests) {
+      if (known.has(request.id)) continue;
+      const [computed, tokens] = final.get(request.id) ?? [request.num_computed_tokens, request.num_tokens];
+      this.ended.push({ ...request, state: "ended", num_computed_tokens: computed, num_tokens: tokens });
+    }
+    this.ended = this.ended.slice(-ENDED_SHOWN);
+    this.requests = requests.map((request) => ({
+      ...request,
+      slot: request.state === "waiting" ? null : this.slotOf(request.id),
+    }));
+  }
+}
