@@ -17,6 +17,7 @@ export class Ledger {
   /** The same, in order of their end; their numbers are those of their last step. */
   ended = [];
   #slots = new Map();
+  #newestSlot = SLOTS - 1;
   #lastStep = -1;
   #received = 0;
 
@@ -52,14 +53,18 @@ export class Ledger {
     return (performance.now() - this.#received) / 1000;
   }
 
+  /** A request's colour, 0 to SLOTS - 1. */
   slotOf = (id) => {
-    let slot = this.#slots.get(id);
-    if (slot === undefined) {
-      const used = new Array(SLOTS).fill(0);
-      for (const taken of this.#slots.values()) used[taken] += 1;
-      slot = used.indexOf(Math.min(...used));
-      this.#slots.set(id, slot);
-    }
+    const known = this.#slots.get(id);
+    if (known !== undefined) return known;
+    const used = new Array(SLOTS).fill(0);
+    for (const taken of this.#slots.values()) used[taken] += 1;
+    // The next of those that the fewest share: also requests that follow each other are told apart.
+    const least = Math.min(...used);
+    let slot = (this.#newestSlot + 1) % SLOTS;
+    while (used[slot] > least) slot = (slot + 1) % SLOTS;
+    this.#newestSlot = slot;
+    this.#slots.set(id, slot);
     return slot;
   };
 

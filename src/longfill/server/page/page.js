@@ -87,8 +87,11 @@ function renderStatus() {
     notice = `Not connected: ${connection.reason}.`;
     if (ledger.hello) notice += " Shown is the last known state.";
   }
+  const asks = connection.kind === "unauthorized";
+  if (asks) notice = "The server asks for its API key.";
   put("notice", notice);
-  byId("notice").hidden = notice === "";
+  byId("notice-box").hidden = notice === "";
+  byId("ask-key").hidden = !asks;
 }
 
 function renderFacts() {
@@ -147,8 +150,7 @@ function setUpKey() {
     if (field.value) stream.useKey(field.value);
     field.value = "";
   });
-  // Without a key there is nothing to show, so the question stays.
-  dialog.addEventListener("cancel", (event) => event.preventDefault());
+  byId("ask-key").addEventListener("click", () => dialog.showModal());
 }
 
 setUpSpan();

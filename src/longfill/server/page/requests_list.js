@@ -67,7 +67,9 @@ class Row {
     this.#text(this.share, cached > 0 ? `${share} · ${count(cached)} cached` : share);
     this.#text(this.age, ended ? "" : duration(request.age_s + ticked));
     this.#text(this.left, this.#leftOf(request, ticked));
-    this.#put("computed", computed / tokens, (value) => (this.computed.style.transform = `scaleX(${value})`));
+    // Rounded to less than a pixel, so that a bar that is all but full is not drawn again for each token.
+    const filled = Math.round((2000 * computed) / tokens) / 2000;
+    this.#put("computed", filled, (value) => (this.computed.style.transform = `scaleX(${value})`));
     this.#put("cached", cached / tokens, (value) => (this.cached.style.width = `${100 * value}%`));
     this.#put("boundary", prompt / tokens, (value) => {
       this.boundary.style.left = `${100 * value}%`;

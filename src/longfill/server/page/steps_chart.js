@@ -143,8 +143,14 @@ export class StepsChart {
     return this.#size[0] * (1 - (this.#now - time) / this.span);
   }
 
+  /** The nearest edge between pixels of the screen, so that bars of one height look alike. */
+  #pixel(x) {
+    const scale = window.devicePixelRatio;
+    return Math.max(0, Math.round(x * scale) / scale);
+  }
+
   #drawLane(context, lane, groups, width) {
-    const { slots, line, text, time } = this.#colours;
+    const { line, text } = this.#colours;
     context.fillStyle = line;
     context.fillRect(0, Math.round(lane.bottom) - 1, width, 1);
     context.fillRect(0, Math.round(lane.top), width, 1);
@@ -154,21 +160,27 @@ export class StepsChart {
     context.fillText(lane.label, 0, lane.top - 5);
     context.textAlign = "right";
     context.fillText(lane.top_label, width, lane.top - 5);
+    this.#drawBars(context, lane, groups);
+  }
+
+  /** Colour by colour, since to set one costs more than to draw with it. */
+  #drawBars(context, lane, groups) {
+    const { slots, time } = this.#colours;
+    const colours = lane.areas ? slots : [time];
     const room = lane.bottom - 1 - lane.top;
-    for (const bin of groups) {
-      const left = Math.max(0, this.#x(bin.start));
-      const full = this.#x(bin.end) - left;
-      const wide = Math.max(1, full > 3 ? full - 1 : full);
-      let bottom = lane.bottom - 1;
-      const areas = lane.areas ? lane.areas(bin) : [bin.stepArea];
-      for (let slot = 0; slot < areas.length; slot += 1) {
-        if (areas[slot] === 0) continue;
-        const high = Math.max(1, (room * areas[slot]) / bin.stepSeconds / lane.most);
-        context.fillStyle = lane.areas ? slots[slot] : time;
-        context.fillRect(left, bottom - high, wide, high);
-        bottom -= high;
-      }
-    }
+    const bottoms = new Float64Array(groups.length).fill(lane.bottom - 1);
+    const areas = groups.map((bin) => (lane.areas ? lane.areas(bin) : [bin.stepArea]));
+    colours.forEach((colour, slot) => {
+      context.fillStyle = colour;
+      groups.forEach((bin, index) => {
+        if (areas[index][slot] === 0) return;
+        const left = this.#pixel(this.#x(bin.start));
+        const full = this.#pixel(this.#x(bin.end)) - left;
+        const high = Math.max(1, (room * areas[index][slot]) / bin.stepSeconds / lane.most);
+        bottoms[index] -= high;
+        context.fillRect(left, bottoms[index], Math.max(1, full > 3 ? full - 1 : full), high);
+      });
+    });
   }
 
   #drawAxis(context, width, height) {
