@@ -7,6 +7,11 @@ import { History, SLOTS } from "./history.js";
 /** Requests that have ended stay in view until as many others ended after them. */
 const ENDED_SHOWN = 3;
 
+/** Whether a request has a place in steps; others wait, or are still read. */
+export function runs(request) {
+  return request.state === "prefill" || request.state === "decode";
+}
+
 export class Ledger {
   hello = null;
   history = new History();
@@ -36,9 +41,12 @@ export class Ledger {
 
   takeUpdate(update) {
     const { requests, steps, ...values } = update;
-    this.#assignSlots(requests);
-    for (const record of steps) this.#book(record);
-    this.#takeRequests(requests, steps);
+    const known = new Set(requests.map((request) => request.id));
+    // Requests that run get their colour before steps name them, and those that have ended keep it for their last ones.
+    for (const request of requests) if (runs(request)) this.slotOf(request.id);
+    for (const record of steps) this.#book(record, known);
+    this.#takeRequests(requests, known, steps);
+    for (const id of this.#slots.keys()) if (!known.has(id)) this.#slots.delete(id);
     this.current = { ...this.current, ...values };
     this.#received = performance.now();
   }
@@ -68,22 +76,24 @@ export class Ledger {
     return slot;
   };
 
-  /** Requests that run get their colour first; those that are unknown to the server give theirs back. */
-  #assignSlots(requests) {
-    const known = new Set(requests.map((request) => request.id));
-    for (const id of this.#slots.keys()) if (!known.has(id)) this.#slots.delete(id);
-    for (const request of requests) if (request.state !== "waiting") this.slotOf(request.id);
-  }
-
-  #book(record) {
+  #book(record, known) {
     if (record.step <= this.#lastStep) return;
     this.#lastStep = record.step;
-    this.history.push(record, this.slotOf);
+    this.history.push(record, (id) => this.slotOf(this.#ownerOf(id, known)));
     this.current.lastStep = record;
   }
 
-  #takeRequests(requests, steps) {
-    const known = new Set(requests.map((request) => request.id));
+  /**
+   * The request that a name in a step stands for: one of several prompts is `ID-i` there, and one of several
+   * completions `i_ID`.
+   */
+  #ownerOf(id, known) {
+    const whole = id.replace(/^\d+_/, "");
+    const names = [id, whole, whole.replace(/-\d+$/, "")];
+    return names.find((name) => known.has(name) || this.#slots.has(name)) ?? id;
+  }
+
+  #takeRequests(requests, known, steps) {
     const final = new Map();
     for (const step of steps) for (const [id, computed, tokens] of step.requests) final.set(id, [computed, tokens]);
     for (const request of this.requests) {
@@ -94,7 +104,7 @@ export class Ledger {
     this.ended = this.ended.slice(-ENDED_SHOWN);
     this.requests = requests.map((request) => ({
       ...request,
-      slot: request.state === "waiting" ? null : this.slotOf(request.id),
+      slot: runs(request) ? this.slotOf(request.id) : null,
     }));
   }
 }

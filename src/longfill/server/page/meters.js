@@ -117,15 +117,16 @@ export class MemoryMeter {
     this.stack = new Stack(nodes.bar, nodes.legend);
   }
 
+  /** `rssBytes` is 0 before the first step. */
   show(memory, rssBytes) {
     if (memory !== this.#shown) this.#showPlan(memory);
     this.#shown = memory;
     const { note, marker } = this.nodes;
-    marker.hidden = rssBytes === undefined;
-    if (rssBytes === undefined) return;
+    marker.hidden = rssBytes === 0;
     const left = `${Math.min(100, (100 * rssBytes) / memory.budget).toFixed(2)}%`;
     if (marker.style.left !== left) marker.style.left = left;
-    const text = `${bytes(rssBytes)} resident of ${bytes(memory.budget)} budget`;
+    const budget = `${bytes(memory.budget)} budget`;
+    const text = rssBytes === 0 ? budget : `${bytes(rssBytes)} resident of ${budget}`;
     if (note.textContent !== text) note.textContent = text;
   }
 

@@ -64,7 +64,7 @@ function render() {
   renderNumbers();
   const { hello, history, now, requests, ended, current } = ledger;
   const ticked = connection.kind === "live" ? ledger.sinceUpdate : 0;
-  list.show(requests, ended, { running: current.num_running, waiting: current.num_waiting }, ticked);
+  list.show(requests, ended, current.num_requests, ticked);
   chart.draw(history, now, hello.max_num_batched_tokens);
   const busy = history.stages(now - chart.span);
   stages.show(busy.seconds, busy.steps);

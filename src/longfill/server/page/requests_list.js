@@ -1,8 +1,9 @@
 // One row for each request: its two numbers as a bar, its stage, its age and what is left.
-// May import format.
+// May import format and ledger.
 // Invariant: a row belongs to one request for as long as it is shown; a cell is written only when its text changes.
 
 import { count, duration, percent, plural } from "./format.js";
+import { runs } from "./ledger.js";
 
 const MOST_RUNNING = 64;
 const MOST_WAITING = 12;
@@ -58,20 +59,23 @@ class Row {
     const cached = Math.min(request.num_cached_tokens ?? 0, computed);
     const outputs = tokens - prompt;
     const ended = request.state === "ended";
+    // Its length is not known before its body is read.
+    const known = tokens > 0;
+    const shareOf = (part) => (known ? part / tokens : 0);
     this.#put("state", request.state, (value) => (this.node.dataset.state = value));
     this.#put("slot", request.slot, (value) => (this.node.dataset.slot = value ?? "none"));
     this.#text(this.stage, this.#stageOf(request));
     this.#text(this.detail, this.#detailsOf(request));
-    this.#text(this.tokens, `${count(computed)} / ${count(tokens)}`);
-    const share = outputs > 0 ? `${count(outputs)} generated` : percent(computed / tokens);
+    this.#text(this.tokens, known ? `${count(computed)} / ${count(tokens)}` : "");
+    const share = outputs > 0 ? `${count(outputs)} generated` : known ? percent(shareOf(computed)) : "";
     this.#text(this.share, cached > 0 ? `${share} · ${count(cached)} cached` : share);
     this.#text(this.age, ended ? "" : duration(request.age_s + ticked));
     this.#text(this.left, this.#leftOf(request, ticked));
     // Rounded to less than a pixel, so that a bar that is all but full is not drawn again for each token.
-    const filled = Math.round((2000 * computed) / tokens) / 2000;
+    const filled = Math.round(2000 * shareOf(computed)) / 2000;
     this.#put("computed", filled, (value) => (this.computed.style.transform = `scaleX(${value})`));
-    this.#put("cached", cached / tokens, (value) => (this.cached.style.width = `${100 * value}%`));
-    this.#put("boundary", prompt / tokens, (value) => {
+    this.#put("cached", shareOf(cached), (value) => (this.cached.style.width = `${100 * value}%`));
+    this.#put("boundary", known ? prompt / tokens : 1, (value) => {
       this.boundary.style.left = `${100 * value}%`;
       this.boundary.hidden = value === 1;
     });
@@ -93,7 +97,8 @@ class Row {
   }
 
   #leftOf(request, ticked) {
-    if (request.state === "ended" || request.state === "decode" || request.estimated_prefill_s === null) return "";
+    if (request.state !== "waiting" && request.state !== "prefill") return "";
+    if (request.estimated_prefill_s === null) return "";
     return `≈ ${duration(Math.max(1, request.estimated_prefill_s - ticked))}`;
   }
 
@@ -116,10 +121,10 @@ export class RequestsList {
     this.rest = rest;
   }
 
-  /** `counts` is {running, waiting}: of all requests, also of those that the server left out. */
-  show(requests, ended, counts, ticked) {
-    const running = requests.filter((request) => request.state !== "waiting").slice(0, MOST_RUNNING);
-    const waiting = requests.filter((request) => request.state === "waiting").slice(0, MOST_WAITING);
+  /** `total` counts all unfinished requests, also those that the server left out. */
+  show(requests, ended, total, ticked) {
+    const running = requests.filter(runs).slice(0, MOST_RUNNING);
+    const waiting = requests.filter((request) => !runs(request)).slice(0, MOST_WAITING);
     const unfinished = new Set(requests.map((request) => request.id));
     const shown = [...running, ...waiting, ...ended.filter((request) => !unfinished.has(request.id))];
     const ids = new Set(shown.map((request) => request.id));
@@ -136,15 +141,8 @@ export class RequestsList {
       if (row.node === place) place = place.nextElementSibling;
       else this.body.insertBefore(row.node, place);
     }
-    const text = this.#restOf(counts.running - running.length, counts.waiting - waiting.length, shown.length);
+    const more = total - running.length - waiting.length;
+    const text = more > 0 ? `${count(more)} more` : shown.length === 0 ? "none" : "";
     if (this.rest.textContent !== text) this.rest.textContent = text;
-  }
-
-  #restOf(running, waiting, shown) {
-    const parts = [];
-    if (running > 0) parts.push(`${count(running)} more running`);
-    if (waiting > 0) parts.push(`${count(waiting)} more waiting`);
-    if (parts.length) return parts.join(", ");
-    return shown === 0 ? "No request." : "";
   }
 }
