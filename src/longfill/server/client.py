@@ -1,7 +1,7 @@
 """The engine as the API process sees it: requests in, streams of deltas out, and whether it is alive.
 
-May import messages, streams, core and zmq. Invariant: every stream ends, with a last delta or with an exception,
-whatever happens to the engine.
+May import messages, streams and zmq, and core in the process that it starts. Invariant: every stream ends, with a last
+delta or with an exception, whatever happens to the engine.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from multiprocessing.process import BaseProcess
+from typing import Any
 
 import msgspec
 import zmq
@@ -26,7 +27,6 @@ import zmq.asyncio
 from longfill.config import EngineArgs
 from longfill.errors import EngineDeadError, LongfillError, RequestError
 from longfill.request import TokenIds
-from longfill.server.core import run_engine
 from longfill.server.messages import (
     AbortRequests,
     AddRequest,
@@ -51,6 +51,13 @@ _DIES_WITHIN = 3.0
 
 StepListener = Callable[[StepRecord], None]
 DeltaListener = Callable[[RequestStream, OutputDelta], None]
+
+
+def _run_engine(*args: Any) -> None:
+    """The engine, and torch with it, is imported in its own process only: this one stays small and starts quickly."""
+    from longfill.server.core import run_engine
+
+    run_engine(*args)
 
 
 class EngineClient:
@@ -87,7 +94,7 @@ class EngineClient:
         self._outbox, to_engine = self._bind(zmq.PUSH, "to")
         spawn = multiprocessing.get_context("spawn")
         self._process = spawn.Process(
-            target=run_engine,
+            target=_run_engine,
             args=(self._args, to_engine, from_engine, self._log_level, os.getpid()),
             name="longfill-engine",
             daemon=True,
