@@ -21,7 +21,7 @@ from longfill.config import EngineArgs
 from longfill.errors import EngineDeadError, LongfillError, RequestError
 from longfill.request import RequestOutputKind, SamplingParams, TokenIds
 from longfill.server.client import EngineClient
-from longfill.server.messages import AddRequest
+from longfill.server.messages import AddRequest, Ledger
 from longfill.server.streams import RequestStream
 
 LONG = 12_000
@@ -168,21 +168,22 @@ def test_an_engine_that_cannot_start_says_why_and_is_gone() -> None:
 def test_an_abort_in_any_phase_gives_all_pages_back(phase: str, n: int) -> None:
     async def body() -> None:
         async with started(max_num_seqs=4) as client:
-            await until(lambda: client.beat.work >= 0, 5)
-            assert client.beat.pages_used == 0
+            assert client.ledger == Ledger()
             params = {"n": n, "temperature": 1.0 if n > 1 else 0.0, "max_tokens": 5000}
             others = []
             if phase == "waiting":
                 others = [client.add(request(f"o{i}", max_tokens=5000), prompt(LONG, i)) for i in range(4)]
             with client.add(request("r", **params), prompt(300 if phase == "decode" else LONG, 9)) as stream:
                 if phase == "waiting":
-                    await until(lambda: client.beat.num_waiting > 0, 30)
+                    await until(lambda: client.ledger.num_waiting > 0, 30)
                 else:
                     await until(lambda: stream.state == phase, 30)
-            await rest(stream)
             for other in others:
                 other.abort()
-            await until(lambda: client.beat.pages_used == client.beat.num_running == client.beat.num_waiting == 0, 10)
+            for ended in (*others, stream):
+                await rest(ended)
+            left = client.ledger
+            assert left.pages_used == left.num_running == left.num_waiting == 0
 
     run(body)
 

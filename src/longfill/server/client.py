@@ -34,6 +34,7 @@ from longfill.server.messages import (
     EngineReady,
     FromEngine,
     Heartbeat,
+    Ledger,
     OutputDelta,
     RequestRefused,
     StepOutputs,
@@ -69,7 +70,7 @@ class EngineClient:
         self.streams: dict[str, RequestStream] = {}
         """Unfinished requests by id, oldest first."""
         self.steps: deque[StepRecord] = deque(maxlen=KEPT_STEPS)
-        self.beat = Heartbeat(work=-1, step=0, pages_used=0, pages_cached=0, num_running=0, num_waiting=0)
+        self.ledger = Ledger()
         """The newest."""
         self.on_step: list[StepListener] = []
         self.on_delta: list[DeltaListener] = []
@@ -80,6 +81,7 @@ class EngineClient:
         self._log_level = log_level
         self._advanced = time.monotonic()
         """When a heartbeat last showed that work was done."""
+        self._work = -1
         self._failure: str | None = None
         self._stopping = False
         self._decoder = msgspec.msgpack.Decoder(FromEngine)
@@ -203,9 +205,9 @@ class EngineClient:
             if isinstance(message, StepOutputs):
                 self._book(message)
             elif isinstance(message, Heartbeat):
-                if message.work != self.beat.work:
-                    self._advanced = time.monotonic()
-                self.beat = message
+                if message.work != self._work:
+                    self._work, self._advanced = message.work, time.monotonic()
+                self.ledger = message.ledger
             elif isinstance(message, RequestRefused):
                 stream = self.streams.pop(message.request_id, None)
                 if stream is not None:
@@ -215,6 +217,7 @@ class EngineClient:
                 return
 
     def _book(self, message: StepOutputs) -> None:
+        self.ledger = message.ledger
         if message.step is not None:
             self._advanced = time.monotonic()
             self.steps.append(message.step)

@@ -29,6 +29,7 @@ from longfill.server.messages import (
     EngineReady,
     FromEngine,
     Heartbeat,
+    Ledger,
     RequestRefused,
     StepOutputs,
     Stop,
@@ -115,11 +116,18 @@ class EngineCore:
         """Grows while anything is done."""
         return self.rounds + self.engine.work_done
 
+    @property
+    def ledger(self) -> Ledger:
+        """What the engine holds now."""
+        cache, scheduler = self.engine.cache, self.engine.scheduler
+        used = cache.num_usable_pages - cache.num_free_pages
+        return Ledger(used, cache.num_cached_pages, scheduler.num_running, scheduler.num_waiting)
+
     def _step(self) -> None:
         outputs = [output_delta(output) for output in self.engine.step()]
         step = None if self.engine.last_step is None else step_record(self.engine.last_step)
         if step is not None or outputs:
-            self._send(StepOutputs(outputs=outputs, step=step))
+            self._send(StepOutputs(outputs=outputs, ledger=self.ledger, step=step))
         else:
             time.sleep(_STALL_SLEEP)
 
@@ -156,7 +164,7 @@ class EngineCore:
         outputs = [self.engine.abort_request(request_id) for request_id in message.request_ids]
         ended = [output_delta(output) for output in outputs if output is not None]
         if ended:
-            self._send(StepOutputs(outputs=ended))
+            self._send(StepOutputs(outputs=ended, ledger=self.ledger))
 
     def _ready(self) -> EngineReady:
         engine = self.engine
@@ -195,20 +203,9 @@ def _beat(core: EngineCore, context: zmq.Context[zmq.Socket[bytes]], address: st
     socket = context.socket(zmq.PUSH)
     socket.setsockopt(zmq.LINGER, 0)
     socket.connect(address)
-    cache, scheduler = core.engine.cache, core.engine.scheduler
     while True:
         try:
-            _send(
-                socket,
-                Heartbeat(
-                    work=core.work,
-                    step=core.engine.stats.steps,
-                    pages_used=cache.num_usable_pages - cache.num_free_pages,
-                    pages_cached=cache.num_cached_pages,
-                    num_running=scheduler.num_running,
-                    num_waiting=scheduler.num_waiting,
-                ),
-            )
+            _send(socket, Heartbeat(work=core.work, step=core.engine.stats.steps, ledger=core.ledger))
         except zmq.ZMQError:  # the context is closed: the process ends
             return
         time.sleep(HEARTBEAT_SECONDS)

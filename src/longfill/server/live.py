@@ -118,16 +118,16 @@ def _hello(state: AppState) -> dict[str, Any]:
 
 def _update(state: AppState, steps: list[StepRecord]) -> dict[str, Any]:
     status, why = state.health
-    beat, ready = state.client.beat, state.client.ready
+    ledger, ready = state.client.ledger, state.client.ready
     last = state.client.steps[-1] if state.client.steps else None
     return {
         "now": time.time(),
         "steps": steps,
         "requests": request_list(state),
         "num_requests": len(state.admission.tickets),
-        "num_running": beat.num_running,
-        "num_waiting": beat.num_waiting,
-        "pages": {"used": beat.pages_used, "cached": beat.pages_cached, "total": ready.num_pages},
+        "num_running": ledger.num_running,
+        "num_waiting": ledger.num_waiting,
+        "pages": {"used": ledger.pages_used, "cached": ledger.pages_cached, "total": ready.num_pages},
         "health": {"status": status, "reason": why},
         "rss_bytes": 0 if last is None else last.rss_bytes,
     }
