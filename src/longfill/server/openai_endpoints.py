@@ -140,8 +140,8 @@ class ChatEndpoint:
                     param="chat_template_kwargs",
                 )
             reasoning = None
-        if reasoning is not None or request.may_call:
-            params = replace(params, skip_special_tokens=False)  # the parsers' tags may be special tokens
+        if model.tags_are_special and (reasoning is not None or request.may_call):
+            params = replace(params, skip_special_tokens=False)  # the parsers have to see them
         room = with_room(params, prompt.token_ids.size, model.max_model_len, given=limited, param="messages")
         marks = ReasoningMarks.of(model.prompter.need_tokenizer("messages")) if reasoning else None
         return Prepared(

@@ -124,12 +124,15 @@ class CompletionLogprobList:
     def _part(self, ids: Sequence[int], entries: Sequence[Entry | None]) -> CompletionLogprobs:
         part = CompletionLogprobs([], [], [], [])
         for token, entry in zip(ids, entries, strict=True):
+            spelled = b"" if token in self._skipped else self._speller.bytes_of(token)
+            if self._utf8.getstate()[0] and spelled and not 0x80 <= spelled[0] < 0xC0:
+                # The character that the tokens before began stays incomplete.
+                self._offset += len(self._utf8.decode(b"", final=True))
             part.text_offset.append(self._offset)
             part.tokens.append(self._speller.string_of(token))
             part.token_logprobs.append(None if entry is None else _finite(entry[token]))
             part.top_logprobs.append(None if entry is None else self._top(token, entry))
-            if token not in self._skipped:
-                self._offset += len(self._utf8.decode(self._speller.bytes_of(token)))
+            self._offset += len(self._utf8.decode(spelled))
         return part
 
     def _top(self, token: int, entry: Entry) -> dict[str, float]:

@@ -6,6 +6,7 @@ that a template or parser that cannot work is an error at start; nothing in it c
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,6 +23,9 @@ from longfill.server.prompts import Prompter
 from longfill.server.protocol_responses import ModelCard, ModelList
 from longfill.server.sampling import SamplingLimits, generation_defaults
 from longfill.worker.structured import StructuredOutputs
+
+
+_TAG = re.compile("think|tool|arg_key|arg_value|DSML")
 
 
 class ServedModel:
@@ -50,6 +54,9 @@ class ServedModel:
         tool, reasoning = formats_for(ready.model_type)
         self.tool_format = _format("--tool-call-parser", tool_call_parser, tool, TOOL_FORMATS)
         self.reasoning_format = _format("--reasoning-parser", reasoning_parser, reasoning, REASONING_FORMATS)
+        special = () if tokenizer is None else tokenizer.special_token_ids
+        self.tags_are_special = any(_TAG.search(self.speller.string_of(token)) for token in special)
+        """Whether tags of tool calls or reasoning are tokens that `skip_special_tokens` would leave out."""
         self._ready = ready
         self._forms = forms
         self._created = int(time.time())
