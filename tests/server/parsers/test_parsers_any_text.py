@@ -81,6 +81,29 @@ def test_api_18_any_text(tool_format, data, in_reasoning):
         assert broken.text in text
 
 
+LONG = (
+    "<｜DSML｜function_calls>" + "\n" * 300 + '<｜DSML｜invoke name="now">\n</｜DSML｜invoke>',
+    "<｜DSML｜function_calls>" + "\n" * 256 + '<｜DSML｜invoke name="now">\n</｜DSML｜invoke>',
+    f'<｜DSML｜invoke name="{"n" * 300}">\n</｜DSML｜invoke>',
+    f"<tool_call>{'n' * 300}</tool_call>",
+    f"<tool_call>bash{' ' * 257}<arg_key>command</arg_key><arg_value>x</arg_value></tool_call>",
+    f"<tool_call>bash<arg_key>command</arg_key><arg_value>x</arg_value>{' ' * 300}</tool_call>",
+    f"<tool_call>bash<arg_key>command</arg_key><arg_value>x</arg_value>{' ' * 300}",
+    "<｜tool▁call▁begin｜>f<｜tool▁sep｜>{}" + " " * 300 + "<｜tool▁call▁end｜>",
+    " " * 300 + "<think>x</think>",
+)
+
+
+@pytest.mark.parametrize("text", LONG, ids=range(len(LONG)))
+@pytest.mark.parametrize("in_reasoning", [False, True])
+def test_longer_runs_than_a_header_may_have_are_the_same_for_every_cut(text, in_reasoning):
+    for tool_format in ("glm47", "deepseek_v32", "deepseek_v31"):
+        whole = events_of(tool_format, [text], in_reasoning)
+        assert events_of(tool_format, list(text), in_reasoning) == whole
+        for cut in range(len(text)):
+            assert events_of(tool_format, [text[:cut], text[cut:]], in_reasoning) == whole, cut
+
+
 def check(events: tuple[Event, ...]) -> None:
     content = "".join(event.text for event in events if isinstance(event, ContentText))
     tags = [tag for tag in MARKUP if tag != "</think>"]
