@@ -9,11 +9,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 from jinja2 import nodes
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -73,6 +75,10 @@ class ChatTemplates:
     def __bool__(self) -> bool:
         return bool(self._sources or self._built_in)
 
+    def takes(self, variable: str) -> bool:
+        """Whether a template reads this variable; False for one that cannot be parsed, which `render` reports."""
+        return any(variable in _variables(source) for source in self._sources.values())
+
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool, **variables: Any) -> str:
         """The prompt's text. `variables` (`tools`, `documents`, `enable_thinking`...) are handed to the template.
 
@@ -107,6 +113,15 @@ class ChatTemplates:
                 where = f"{self._origin}: chat template {name!r}, line {error.lineno}"
                 raise ModelError(f"{where}: {error.message}") from error
         return self._compiled[name]
+
+
+@cache
+def _variables(source: str) -> frozenset[str]:
+    environment = _environment()
+    try:
+        return frozenset(jinja2.meta.find_undeclared_variables(environment.parse(source)))
+    except jinja2.TemplateSyntaxError:
+        return frozenset()
 
 
 class _GenerationTag(jinja2.ext.Extension):
