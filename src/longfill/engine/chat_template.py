@@ -6,6 +6,7 @@ May import errors, jinja2 and the formats built in. Invariant: rendering depends
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
@@ -77,6 +78,8 @@ class ChatTemplates:
 
     def takes(self, variable: str) -> bool:
         """Whether a template reads this variable; False for one that cannot be parsed, which `render` reports."""
+        if self._built_in:
+            return variable in inspect.signature(self._built_in).parameters
         return any(variable in _variables(source) for source in self._sources.values())
 
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool, **variables: Any) -> str:
