@@ -41,8 +41,8 @@ def step_stats(**changes: Any) -> StepStats:
     """A plausible step, with the fields that a test cares about replaced."""
     step = StepStats(
         step=1, num_tokens=10, num_prompt_tokens=10, num_running=1, num_waiting=0, pages_used=3, pages_cached=0,
-        pages_total=9, indexer_chunks=4, scored_pairs=55, screened_pairs=40, screen_survivors=2, gathered_rows=6, seconds={},
-        progress={"0": (10, 10)}, step_tokens={"0": (10, 10)}, preempted=(), rss_bytes=500_000,
+        pages_total=9, indexer_chunks=4, scored_pairs=55, screened_pairs=40, screen_survivors=2, gathered_rows=6,
+        seconds={}, progress={"0": (10, 10)}, step_tokens={"0": (10, 10)}, preempted=(), rss_bytes=500_000,
     )  # fmt: skip
     return replace(step, **changes)
 

@@ -19,18 +19,18 @@ def markdown(values: Mapping[str, Any]) -> str:
         "",
     ]
     if "kernels" in values:
-        lines += _table(*_ceilings(values["ceilings"]))
+        lines += table(*_ceilings(values["ceilings"]))
         for threads in dict.fromkeys(case["threads"] for case in values["kernels"]):
             own = [case for case in values["kernels"] if case["threads"] == threads]
-            lines += ["", f"{threads} thread{'s' if threads > 1 else ''}:", "", *_table(*_kernels(own), names=2)]
+            lines += ["", f"{threads} thread{'s' if threads > 1 else ''}:", "", *table(*_kernels(own), names=2)]
     elif "decodes" in values:
         lines += _decode_lines(values)
     else:
-        lines += [f"{values['model']}, {values['threads']} threads:", "", *_table(*_prefills(values["results"]))]
+        lines += [f"{values['model']}, {values['threads']} threads:", "", *table(*_prefills(values["results"]))]
     return "\n".join(lines)
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]], *, names: int = 0) -> list[str]:
+def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, names: int = 0) -> list[str]:
     """Columns padded to one width, so that the text reads well as it is; all but the first `names` to the right."""
     widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
     lines = []
@@ -119,7 +119,7 @@ def _decode_lines(values: Mapping[str, Any]) -> list[str]:
         f"{values['context']:,} tokens side by side{rounds}, at most {values['max_tokens']:,} tokens each, temperature "
         f"{values['temperature']:g}. All settings said the same tokens.",
         "",
-        *_table(*_decodes(values["decodes"])),
+        *table(*_decodes(values["decodes"])),
     ]
 
 

@@ -30,7 +30,7 @@ QUICK = 16
 
 PlotFlag = Annotated[Path | None, typer.Option(help="Draw a picture; a second one, NAME-dark, is for dark pages")]
 
-app = typer.Typer(help="Measure kernels, prefill and decoding on this machine.", rich_markup_mode=None)
+app = typer.Typer(help="Measure kernels, prefill and decoding on this machine, and servers.", rich_markup_mode=None)
 
 
 @app.command("kernels")
@@ -148,15 +148,15 @@ def prefill(
 
 @app.command("report")
 def report(
-    file: Annotated[Path, typer.Argument(help="What `bench kernels`, `prefill` or `decode` printed with --json")],
+    file: Annotated[
+        Path, typer.Argument(help="What `bench kernels`, `prefill`, `decode` or `serve` printed with --json")
+    ],
     plot: PlotFlag = None,
 ) -> int:
     """Print a saved result as Markdown tables, and draw its picture again."""
-    from longfill.bench.tables import markdown
-
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
-        text = markdown(values)
+        text = _markdown(values)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read {file}: {error}") from None
     except (ValueError, KeyError, TypeError, AttributeError):
@@ -265,13 +265,19 @@ def _summary(result: PrefillResult) -> str:
 
 def finish(values: dict[str, Any], plot: Path | None, as_json: bool) -> None:
     """Draw the picture and print the result."""
-    from longfill.bench.tables import markdown
-
     _draw(values, plot)
     if as_json:
         print_json(values)
     else:
-        print(markdown(values))
+        print(_markdown(values))
+
+
+def _markdown(values: Mapping[str, Any]) -> str:
+    if "base_url" in values:
+        from longfill.bench.serve_tables import markdown
+    else:
+        from longfill.bench.tables import markdown
+    return markdown(values)
 
 
 def _draw(values: Mapping[str, Any], plot: Path | None) -> None:
@@ -281,7 +287,9 @@ def _draw(values: Mapping[str, Any], plot: Path | None) -> None:
     from longfill.bench.decode_plot import draw_decode
     from longfill.bench.prefill_plot import draw_prefill
     from longfill.bench.roofline import draw_roofline
+    from longfill.bench.serve_plot import draw_serve
 
-    draw = draw_roofline if "kernels" in values else draw_decode if "decodes" in values else draw_prefill
+    kinds = {"kernels": draw_roofline, "decodes": draw_decode, "base_url": draw_serve}
+    draw = next((draw for key, draw in kinds.items() if key in values), draw_prefill)
     written = draw(values, plot)
     stderr().print(f"longfill: wrote {', '.join(str(path) for path in written)}", soft_wrap=True)

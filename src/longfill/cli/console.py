@@ -24,19 +24,20 @@ def stdout() -> Console:
 
 def print_json(value: Any) -> None:
     """Prints one JSON value, ASCII only, on one line; numbers that JSON lacks (inf, nan) become null."""
-    print(json.dumps(_plain(value), allow_nan=False))
+    print(json.dumps(plain(value), allow_nan=False))
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """The value as JSON has it: numbers that JSON lacks (inf, nan) become null."""
     if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if value is None or isinstance(value, (str, bool, int)):
         return value
-    return _plain(value.item())  # a NumPy scalar
+    return plain(value.item())  # a NumPy scalar
 
 
 def size(num_bytes: float) -> str:

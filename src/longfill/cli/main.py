@@ -15,7 +15,7 @@ from typing import NoReturn
 
 import typer
 
-from longfill.cli import bench, bench_decode, check, demo, needle_eval, run, serve, simulate, version
+from longfill.cli import bench, bench_decode, bench_serve, check, demo, needle_eval, run, serve, simulate, version
 from longfill.errors import LongfillError
 
 USAGE_ERROR = 2
@@ -41,6 +41,7 @@ evaluations.command("needle")(needle_eval.needle)
 app.command("check")(check.check)
 app.add_typer(bench.app, name="bench")
 bench.app.command("decode")(bench_decode.decode)
+bench.app.command("serve")(bench_serve.serve)
 app.command("simulate")(simulate.simulate)
 app.command("version")(version.version)
 

@@ -1,7 +1,7 @@
 """The engine as the API process sees it: requests in, streams of deltas out, and whether it is alive.
 
-May import messages, streams, core and zmq. Invariant: every stream ends, with a last delta or with an exception,
-whatever happens to the engine.
+May import messages, streams and zmq, and core in the process that it starts. Invariant: every stream ends, with a last
+delta or with an exception, whatever happens to the engine.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from multiprocessing.process import BaseProcess
+from typing import Any
 
 import msgspec
 import zmq
@@ -26,7 +27,6 @@ import zmq.asyncio
 from longfill.config import EngineArgs
 from longfill.errors import EngineDeadError, LongfillError, RequestError
 from longfill.request import TokenIds
-from longfill.server.core import run_engine
 from longfill.server.messages import (
     AbortRequests,
     AddRequest,
@@ -34,6 +34,7 @@ from longfill.server.messages import (
     EngineReady,
     FromEngine,
     Heartbeat,
+    Ledger,
     OutputDelta,
     RequestRefused,
     StepOutputs,
@@ -53,6 +54,13 @@ StepListener = Callable[[StepRecord], None]
 DeltaListener = Callable[[RequestStream, OutputDelta], None]
 
 
+def _run_engine(*args: Any) -> None:
+    """The engine, and torch with it, is imported in its own process only: this one stays small and starts quickly."""
+    from longfill.server.core import run_engine
+
+    run_engine(*args)
+
+
 class EngineClient:
     """Starts the engine's process and talks to it, all in one event loop."""
 
@@ -62,7 +70,7 @@ class EngineClient:
         self.streams: dict[str, RequestStream] = {}
         """Unfinished requests by id, oldest first."""
         self.steps: deque[StepRecord] = deque(maxlen=KEPT_STEPS)
-        self.beat = Heartbeat(work=-1, step=0, pages_used=0, pages_cached=0, num_running=0, num_waiting=0)
+        self.ledger = Ledger()
         """The newest."""
         self.on_step: list[StepListener] = []
         self.on_delta: list[DeltaListener] = []
@@ -73,6 +81,7 @@ class EngineClient:
         self._log_level = log_level
         self._advanced = time.monotonic()
         """When a heartbeat last showed that work was done."""
+        self._work = -1
         self._failure: str | None = None
         self._stopping = False
         self._decoder = msgspec.msgpack.Decoder(FromEngine)
@@ -87,7 +96,7 @@ class EngineClient:
         self._outbox, to_engine = self._bind(zmq.PUSH, "to")
         spawn = multiprocessing.get_context("spawn")
         self._process = spawn.Process(
-            target=run_engine,
+            target=_run_engine,
             args=(self._args, to_engine, from_engine, self._log_level, os.getpid()),
             name="longfill-engine",
             daemon=True,
@@ -96,7 +105,7 @@ class EngineClient:
         # It ignores the SIGTERM that multiprocessing sends at exit, and would then wait for.
         atexit.register(self._process.kill)
         died = asyncio.get_running_loop().create_task(self._died())
-        first = asyncio.ensure_future(self._receive())
+        first = asyncio.ensure_future(self._first_words())
         await asyncio.wait({died, first}, return_when=asyncio.FIRST_COMPLETED)
         if not first.done():
             # What it had to say may have come together with its end.
@@ -183,6 +192,12 @@ class EngineClient:
     async def _receive(self) -> FromEngine:
         return self._decoder.decode(await self._inbox.recv())
 
+    async def _first_words(self) -> FromEngine:
+        """What the engine says first; its heartbeat has a socket of its own, and may come before."""
+        while isinstance(message := await self._receive(), Heartbeat):
+            pass
+        return message
+
     async def _listen(self) -> None:
         """Book what the engine says until it fails."""
         while True:
@@ -190,9 +205,9 @@ class EngineClient:
             if isinstance(message, StepOutputs):
                 self._book(message)
             elif isinstance(message, Heartbeat):
-                if message.work != self.beat.work:
-                    self._advanced = time.monotonic()
-                self.beat = message
+                if message.work != self._work:
+                    self._work, self._advanced = message.work, time.monotonic()
+                self.ledger = message.ledger
             elif isinstance(message, RequestRefused):
                 stream = self.streams.pop(message.request_id, None)
                 if stream is not None:
@@ -202,6 +217,7 @@ class EngineClient:
                 return
 
     def _book(self, message: StepOutputs) -> None:
+        self.ledger = message.ledger
         if message.step is not None:
             self._advanced = time.monotonic()
             self.steps.append(message.step)

@@ -29,6 +29,7 @@ from longfill.server.messages import (
     EngineReady,
     FromEngine,
     Heartbeat,
+    Ledger,
     RequestRefused,
     StepOutputs,
     Stop,
@@ -41,6 +42,8 @@ HEARTBEAT_SECONDS = 1.0
 _IDLE_POLL_MS = 500
 """An idle engine looks up so often, which its heartbeat shows."""
 _PARENT_POLL = 0.5
+_LINGER_MS = 2000
+"""What the last words get to leave."""
 _STALL_SLEEP = 0.002
 """Between looks where requests wait but no step can be made: a thread that spins would take a core from nothing."""
 
@@ -60,32 +63,32 @@ def run_engine(args: EngineArgs, to_engine: str, from_engine: str, log_level: st
     context = zmq.Context()
     inbox, outbox = context.socket(zmq.PULL), context.socket(zmq.PUSH)
     for socket in (inbox, outbox):
-        socket.setsockopt(zmq.LINGER, 2000)
+        socket.setsockopt(zmq.LINGER, _LINGER_MS)
         socket.set_hwm(0)
     inbox.connect(to_engine)
     outbox.connect(from_engine)
-    core = None
+    core, code = None, 0
     try:
         core = EngineCore(args, inbox, outbox)
-        beat = threading.Thread(target=_beat, args=(core, context, from_engine), name="longfill-heartbeat", daemon=True)
-        beat.start()
+        threading.Thread(
+            target=_beat, args=(core, context, from_engine), name="longfill-heartbeat", daemon=True
+        ).start()
         core.serve()
     except BaseException as error:
+        code = 1
         during = "start" if core is None else "step"
         expected = isinstance(error, LongfillError)
         if not expected:
             logger.exception("the engine failed during a %s", during)
         message = str(error) if expected else f"{type(error).__name__}: {error}"
-        _send(
-            outbox,
-            EngineFailed(during=during, message=message, expected=expected, traceback=traceback.format_exc()),
-        )
-        sys.exit(1)
-    finally:
-        inbox.close(0)
-        outbox.close()
-        # A heartbeat in the middle of its interval holds a socket; whatever it would say is of no account now.
-        context.destroy(linger=2000)
+        failed = EngineFailed(during=during, message=message, expected=expected, traceback=traceback.format_exc())
+        _send(outbox, failed)
+    inbox.close(0)
+    outbox.close()
+    context.destroy(linger=_LINGER_MS)
+    # Not by way of the interpreter's end, which takes apart a model of gigabytes while a thread still looks at it.
+    sys.stderr.flush()
+    os._exit(code)
 
 
 class EngineCore:
@@ -113,11 +116,18 @@ class EngineCore:
         """Grows while anything is done."""
         return self.rounds + self.engine.work_done
 
+    @property
+    def ledger(self) -> Ledger:
+        """What the engine holds now."""
+        cache, scheduler = self.engine.cache, self.engine.scheduler
+        used = cache.num_usable_pages - cache.num_free_pages
+        return Ledger(used, cache.num_cached_pages, scheduler.num_running, scheduler.num_waiting)
+
     def _step(self) -> None:
         outputs = [output_delta(output) for output in self.engine.step()]
         step = None if self.engine.last_step is None else step_record(self.engine.last_step)
         if step is not None or outputs:
-            self._send(StepOutputs(outputs=outputs, step=step))
+            self._send(StepOutputs(outputs=outputs, ledger=self.ledger, step=step))
         else:
             time.sleep(_STALL_SLEEP)
 
@@ -154,7 +164,7 @@ class EngineCore:
         outputs = [self.engine.abort_request(request_id) for request_id in message.request_ids]
         ended = [output_delta(output) for output in outputs if output is not None]
         if ended:
-            self._send(StepOutputs(outputs=ended))
+            self._send(StepOutputs(outputs=ended, ledger=self.ledger))
 
     def _ready(self) -> EngineReady:
         engine = self.engine
@@ -193,20 +203,9 @@ def _beat(core: EngineCore, context: zmq.Context[zmq.Socket[bytes]], address: st
     socket = context.socket(zmq.PUSH)
     socket.setsockopt(zmq.LINGER, 0)
     socket.connect(address)
-    cache, scheduler = core.engine.cache, core.engine.scheduler
     while True:
         try:
-            _send(
-                socket,
-                Heartbeat(
-                    work=core.work,
-                    step=core.engine.stats.steps,
-                    pages_used=cache.num_usable_pages - cache.num_free_pages,
-                    pages_cached=cache.num_cached_pages,
-                    num_running=scheduler.num_running,
-                    num_waiting=scheduler.num_waiting,
-                ),
-            )
+            _send(socket, Heartbeat(work=core.work, step=core.engine.stats.steps, ledger=core.ledger))
         except zmq.ZMQError:  # the context is closed: the process ends
             return
         time.sleep(HEARTBEAT_SECONDS)

@@ -46,15 +46,15 @@ class Gate:
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        answer = _Answer(send, given := headers.get("x-request-id"))
+        given = headers.get("x-request-id")
+        answer = _Answer(send, scope)
         ticket: Ticket | None = None
         try:
             if given is not None and not _ID.fullmatch(given):
-                answer.request_id = None
                 raise ApiError(
                     400, "x-request-id must be 1 to 128 printable characters without spaces", code="invalid_value"
                 )
-            request_id = answer.request_id = given or uuid.uuid4().hex
+            request_id = given or uuid.uuid4().hex
             values = scope.setdefault("state", {})
             values |= {
                 "request_id": request_id,
@@ -122,18 +122,19 @@ def _too_large(limit: int, what: str) -> ApiError:
 
 
 class _Answer:
-    """`send` that adds the request id, and knows whether an answer has begun."""
+    """`send` that adds the request id (which a body may have brought), and knows whether an answer has begun."""
 
-    def __init__(self, send: Send, request_id: str | None) -> None:
+    def __init__(self, send: Send, scope: Scope) -> None:
         self._send = send
-        self.request_id = request_id
+        self._scope = scope
         self.begun = False
 
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.begun = True
-            if self.request_id is not None:
-                MutableHeaders(scope=message)["x-request-id"] = self.request_id
+            request_id = self._scope.get("state", {}).get("request_id")
+            if request_id is not None:
+                MutableHeaders(scope=message)["x-request-id"] = request_id
         await self._send(message)
 
 

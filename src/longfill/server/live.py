@@ -17,9 +17,8 @@ from fastapi import APIRouter
 from fastapi.responses import FileResponse, Response, StreamingResponse
 
 import longfill
-from longfill.server.core import HEARTBEAT_SECONDS
-from longfill.server.messages import Heartbeat, StepRecord
-from longfill.server.routes_system import MOST_REQUESTS, request_list
+from longfill.server.messages import StepRecord
+from longfill.server.routes_system import request_list
 from longfill.server.state import AppState
 
 UPDATE_SECONDS = 0.25
@@ -66,16 +65,16 @@ class _Readers:
         """Events for one reader: the past, then what happens."""
         self.count += 1
         try:
-            newest, shown = self._newest, self._outline
+            newest = self._newest
             yield _event("hello", _hello(self._state))
             said = time.monotonic()
             while not self._state.stopped:
                 await asyncio.sleep(UPDATE_SECONDS)
                 steps = self._since(newest)
                 quiet = time.monotonic() - said
-                if not steps and self._outline == shown and quiet < QUIET_SECONDS:
+                if not steps and quiet < (1.0 if self._state.admission.tickets else QUIET_SECONDS):
                     continue
-                newest, shown, said = self._newest, self._outline, time.monotonic()
+                newest, said = self._newest, time.monotonic()
                 yield _event("update", _update(self._state, steps))
         finally:
             self.count -= 1
@@ -84,17 +83,6 @@ class _Readers:
     def _newest(self) -> float:
         steps = self._state.client.steps
         return steps[-1].time if steps else 0.0
-
-    @property
-    def _outline(self) -> object:
-        """What may change without a step: health, pages, and who is being served in which stage."""
-        tickets = list(self._state.admission.tickets.values())[:MOST_REQUESTS]
-        counts = _newest_counts(self._state)
-        return (
-            self._state.health[0],
-            (counts.pages_used, counts.pages_cached, counts.num_running, counts.num_waiting),
-            [(ticket.request_id, [stream.state for stream in ticket.streams]) for ticket in tickets],
-        )
 
     def _since(self, moment: float) -> list[StepRecord]:
         """Steps that ended after a moment, oldest first."""
@@ -128,26 +116,18 @@ def _hello(state: AppState) -> dict[str, Any]:
     }
 
 
-def _newest_counts(state: AppState) -> StepRecord | Heartbeat:
-    """Where pages and requests are counted last: a heartbeat, a second apart, may be older than the last step."""
-    steps = state.client.steps
-    recent = bool(steps) and time.time() - steps[-1].time < HEARTBEAT_SECONDS
-    return steps[-1] if recent else state.client.beat
-
-
 def _update(state: AppState, steps: list[StepRecord]) -> dict[str, Any]:
     status, why = state.health
-    ready = state.client.ready
+    ledger, ready = state.client.ledger, state.client.ready
     last = state.client.steps[-1] if state.client.steps else None
-    newest = _newest_counts(state)
     return {
         "now": time.time(),
         "steps": steps,
         "requests": request_list(state),
         "num_requests": len(state.admission.tickets),
-        "num_running": newest.num_running,
-        "num_waiting": newest.num_waiting,
-        "pages": {"used": newest.pages_used, "cached": newest.pages_cached, "total": ready.num_pages},
+        "num_running": ledger.num_running,
+        "num_waiting": ledger.num_waiting,
+        "pages": {"used": ledger.pages_used, "cached": ledger.pages_cached, "total": ready.num_pages},
         "health": {"status": status, "reason": why},
         "rss_bytes": 0 if last is None else last.rss_bytes,
     }

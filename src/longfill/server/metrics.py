@@ -8,10 +8,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    disable_created_metrics,
+    generate_latest,
+)
 
-from longfill.server.messages import EngineReady, Heartbeat, OutputDelta, StepRecord
+from longfill.server.messages import EngineReady, Ledger, OutputDelta, StepRecord
 from longfill.server.streams import RequestStream
+
+disable_created_metrics()  # type: ignore[no-untyped-call]  # a series beside each counter, which nobody draws
 
 _SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 320,
             640, 1280, 2560)  # fmt: skip
@@ -54,6 +63,9 @@ class Metrics:
         self._queue = self._histogram("vllm:request_queue_time_seconds", "From arrival to the first step", _SECONDS)
         self._prefill = self._histogram(
             "vllm:request_prefill_time_seconds", "From the first step to the first token", _SECONDS
+        )
+        self._inference = self._histogram(
+            "vllm:request_inference_time_seconds", "From the first step to the last token", _SECONDS
         )
         self._decode = self._histogram("vllm:request_decode_time_seconds", "From the first token to the last", _SECONDS)
         self._drafts = self._counter("vllm:spec_decode_num_drafts", "Drafts")
@@ -115,7 +127,6 @@ class Metrics:
         for position, count in enumerate(step.num_accepted_tokens_per_pos):
             self._accepted_at.labels(**self._labels, position=str(position)).inc(count)
         self._rss.labels(**self._labels, process="engine").set(step.rss_bytes)
-        self._ledger(step.num_running, step.num_waiting, step.pages_used, step.pages_cached)
 
     def on_delta(self, stream: RequestStream, delta: OutputDelta) -> None:
         """Count what a request got."""
@@ -138,11 +149,15 @@ class Metrics:
         self._disconnected.inc()
 
     def render(
-        self, beat: Heartbeat, *, alive: bool, rss_bytes: int, queued: tuple[int, int], rejected: dict[str, int]
+        self, ledger: Ledger, *, alive: bool, rss_bytes: int, queued: tuple[int, int], rejected: dict[str, int]
     ) -> bytes:
         """The text of `/metrics`, as of now. `queued` are requests and their tokens; `rejected` counts by limit."""
-        if beat.work >= 0:
-            self._ledger(beat.num_running, beat.num_waiting, beat.pages_used, beat.pages_cached)
+        self._running.set(ledger.num_running)
+        self._waiting.set(ledger.num_waiting)
+        self._usage.set(ledger.pages_used / self._num_pages)
+        free = self._num_pages - ledger.pages_used - ledger.pages_cached
+        for state, count in (("used", ledger.pages_used), ("cached", ledger.pages_cached), ("free", free)):
+            self._pages.labels(**self._labels, state=state).set(count)
         self._alive.set(alive)
         self._rss.labels(**self._labels, process="api").set(rss_bytes)
         self._queued_reqs.set(queued[0])
@@ -172,16 +187,9 @@ class Metrics:
         self._request_output.observe(stream.num_output_tokens)
         self._e2e.observe(last - stream.arrival)
         self._decode.observe(last - first)
+        self._inference.observe(max(last - stream.arrival - (stream.queued_seconds or 0.0), 0.0))
         if stream.num_output_tokens > 1:
             self._tpot.observe((last - first) / (stream.num_output_tokens - 1))
-
-    def _ledger(self, running: int, waiting: int, used: int, cached: int) -> None:
-        self._running.set(running)
-        self._waiting.set(waiting)
-        self._usage.set(used / self._num_pages)
-        free = self._num_pages - used - cached
-        for state, count in (("used", used), ("cached", cached), ("free", free)):
-            self._pages.labels(**self._labels, state=state).set(count)
 
     def _gauge(self, name: str, words: str) -> Gauge:
         return Gauge(name, words, _LABELS, registry=self._registry).labels(**self._labels)

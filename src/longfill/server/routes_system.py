@@ -46,7 +46,7 @@ def system_router(state: AppState) -> APIRouter:
     async def metrics() -> Response:
         admission = state.admission
         text = state.metrics.render(
-            state.client.beat,
+            state.client.ledger,
             alive=state.client.is_alive,
             rss_bytes=process.memory_info().rss,
             queued=(admission.num_queued_reqs, admission.num_queued_tokens),

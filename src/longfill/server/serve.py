@@ -25,6 +25,7 @@ from longfill.errors import ConfigError
 from longfill.server.admission import Admission
 from longfill.server.app import make_app
 from longfill.server.args import ServerArgs
+from longfill.server.cache_report import CacheReports
 from longfill.server.client import EngineClient
 from longfill.server.metrics import Metrics
 from longfill.server.routes_system import effective_config
@@ -99,6 +100,11 @@ def _state(client: EngineClient, args: EngineArgs, server_args: ServerArgs, load
     state = AppState(
         client=client, tokenizer=tokenizer, forms=forms, args=args, server_args=server_args, admission=admission,
         metrics=Metrics((server_args.served_model_name or (args.model,))[0], ready), load_seconds=load_seconds,
+        cache_reports=CacheReports(
+            page_size=ready.page_size,
+            enabled=args.enable_prefix_caching,
+            decode=None if tokenizer is None else lambda ids: tokenizer.decode(ids, skip_special_tokens=False),
+        ),
     )  # fmt: skip
     client.on_step += [state.metrics.on_step, lambda step: admission.prefilled(step.num_prompt_tokens)]
     client.on_delta.append(state.metrics.on_delta)

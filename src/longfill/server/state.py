@@ -35,9 +35,9 @@ class AppState:
     metrics: Metrics
     load_seconds: float
     """What the model took to load."""
+    cache_reports: CacheReports
     lanes: Lanes = field(default_factory=Lanes)
     """Threads that read bodies and tokenise."""
-    cache_reports: CacheReports = field(default_factory=CacheReports)
     started: float = field(default_factory=time.time)
     """Unix time."""
     draining: bool = False

@@ -28,6 +28,8 @@ class RequestStream:
         self.num_cached_tokens: int | None = None
         """None until it is known."""
         self.num_preemptions = 0
+        self.queued_seconds: float | None = None
+        """From its arrival in the engine to its first step."""
         self.first_step: float | None = None
         """When the first step with tokens of it was over; monotonic seconds, as all moments here."""
         self.first_token: float | None = None
@@ -98,6 +100,7 @@ class RequestStream:
         """Add a delta behind those that wait."""
         self.num_cached_tokens = delta.num_cached_tokens
         self.num_preemptions = delta.num_preemptions
+        self.queued_seconds = delta.queued_seconds
         count = sum(len(completion.token_ids) for completion in delta.completions)
         if count:
             now = time.monotonic()
