@@ -11,10 +11,9 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
-from tokenizers import AddedToken
-
 from tests import tiny
 from tests.engine import small_tokenizers
+from tokenizers import AddedToken
 
 TEMPLATE = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content or '' }}"
