@@ -125,7 +125,7 @@ def _pieces(text: bytes) -> list[bytes]:
         end = len(inner) if end < 0 else end
         pieces.append(b"[%b]" % inner[start:end])
         start = end + 1
-    return pieces
+    return pieces or [text]
 
 
 class Prompter:
