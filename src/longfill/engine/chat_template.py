@@ -106,6 +106,14 @@ class ChatTemplates:
                 f"{self._origin}: no default chat template{others}; put one into chat_template.jinja beside "
                 "tokenizer.json, or send the prompt as plain text or token ids"
             )
+        return self._template(name)
+
+    def compile(self) -> None:
+        """Compile every template now. Raises ModelError, with the line, for one that is no Jinja."""
+        for name in self._sources:
+            self._template(name)
+
+    def _template(self, name: str) -> jinja2.Template:
         if name not in self._compiled:
             try:
                 self._compiled[name] = _environment().from_string(self._sources[name])
