@@ -21,8 +21,8 @@ import pytest
 from tests.server.running import Running, running
 
 FLAGS = ("--max-model-len", "20000", "--max-num-batched-tokens", "128", "--num-threads", "1", "--memory-budget", "2GiB")
-LONG = " ".join(f"The access code of amber Kestrel is {n:05d}." for n in range(1000))
-"""Some 13,000 tokens: a hundred steps."""
+LONG = " ".join(f"The access code of amber falcon is {n:05d}." for n in range(600))
+"""Some 11,000 tokens: ninety steps."""
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ May import errors, jinja2 and the formats built in. Invariant: rendering depends
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
@@ -77,6 +78,8 @@ class ChatTemplates:
 
     def takes(self, variable: str) -> bool:
         """Whether a template reads this variable; False for one that cannot be parsed, which `render` reports."""
+        if self._built_in:
+            return variable in inspect.getfullargspec(self._built_in).kwonlyargs
         return any(variable in _variables(source) for source in self._sources.values())
 
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool, **variables: Any) -> str:
@@ -90,6 +93,7 @@ class ChatTemplates:
         messages = [_with_reasoning(message) for message in messages]
         if self._built_in:
             return self._built_in(messages, add_generation_prompt=add_generation_prompt, **variables)
+        messages = [_with_arguments(index, message) for index, message in enumerate(messages)]
         given = {"tools": None, "documents": None, **self._special_tokens, **variables}
         template = self._choose(with_tools=bool(given["tools"]))
         try:
@@ -105,6 +109,14 @@ class ChatTemplates:
                 f"{self._origin}: no default chat template{others}; put one into chat_template.jinja beside "
                 "tokenizer.json, or send the prompt as plain text or token ids"
             )
+        return self._template(name)
+
+    def compile(self) -> None:
+        """Compile every template now. Raises ModelError, with the line, for one that is no Jinja."""
+        for name in self._sources:
+            self._template(name)
+
+    def _template(self, name: str) -> jinja2.Template:
         if name not in self._compiled:
             try:
                 self._compiled[name] = _environment().from_string(self._sources[name])
@@ -160,6 +172,47 @@ def _raise_exception(message: str) -> None:
 
 def _strftime_now(form: str) -> str:
     return datetime.now().strftime(form)
+
+
+class _Arguments(dict[str, Any]):
+    """A call's arguments as an object and as JSON text, the client's own if it sent text: templates want either."""
+
+    def __init__(self, text: str, values: Mapping[str, Any]) -> None:
+        super().__init__(values)
+        self._text = text
+
+    def __str__(self) -> str:
+        return self._text
+
+    def __add__(self, after: str) -> str:
+        return self._text + after
+
+    def __radd__(self, before: str) -> str:
+        return before + self._text
+
+
+def _with_arguments(index: int, message: Message) -> Message:
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list):
+        return message
+    return {**message, "tool_calls": [_with_object(index, call) for call in calls]}
+
+
+def _with_object(index: int, call: Any) -> Any:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping):
+        return call
+    given = function.get("arguments")
+    if given in (None, ""):
+        given = {}
+    text = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+    try:
+        values = json.loads(text)
+    except ValueError as error:
+        raise RequestError(f"messages[{index}]: the arguments of a tool call are not JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise RequestError(f"messages[{index}]: the arguments of a tool call must be an object, got {text:.100}")
+    return {**call, "function": {**function, "arguments": _Arguments(text, values)}}
 
 
 def _with_reasoning(message: Message) -> dict[str, Any]:
