@@ -75,8 +75,7 @@ class Call:
         self._answer: Answer
         self._size = 0
         self._timeout: float | None = serving.request_timeout
-        # The ticket's own list: it says how far they are, and aborts them.
-        self._streams: list[RequestStream] = request.state.ticket.streams
+        self._streams: list[RequestStream] = []
         self._pending: dict[asyncio.Task[OutputDelta | None], int] = {}
         self._entered = ExitStack()
         self._first: tuple[int, OutputDelta] | None = None
