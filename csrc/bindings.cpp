@@ -1,4 +1,5 @@
 #include "bind.h"
+#include "threads.h"
 
 NB_MODULE(_native, m) {
   m.doc() = "CPU kernels of longfill.";
@@ -7,4 +8,5 @@ NB_MODULE(_native, m) {
   longfill::bind_attention(m);
   longfill::bind_rows(m);
   longfill::bind_bench(m);
+  m.def("tasks_done", &longfill::tasks_done, "Tasks of kernels done since the process began; grows while one runs.");
 }

@@ -27,6 +27,8 @@ inline void relax() {
 #endif
 }
 
+std::atomic<std::uint64_t> done{0};
+
 using Work = std::function<void(std::int64_t, int)>;
 
 class Pool {
@@ -85,7 +87,10 @@ class Pool {
 
   void take_tasks(int thread) {
     try {
-      for (std::int64_t task = next_++; task < tasks_; task = next_++) (*work_)(task, thread);
+      for (std::int64_t task = next_++; task < tasks_; task = next_++) {
+        (*work_)(task, thread);
+        done.fetch_add(1, std::memory_order_relaxed);
+      }
     } catch (...) {
       next_.store(tasks_);
       std::lock_guard<std::mutex> lock(mutex_);
@@ -130,7 +135,12 @@ Pool& the_pool() {
 void for_tasks(int num_threads, std::int64_t tasks, const Work& work) {
   if (num_threads > tasks) num_threads = static_cast<int>(tasks);
   if (num_threads > 1) return the_pool().run(num_threads, tasks, work);
-  for (std::int64_t task = 0; task < tasks; ++task) work(task, 0);
+  for (std::int64_t task = 0; task < tasks; ++task) {
+    work(task, 0);
+    done.fetch_add(1, std::memory_order_relaxed);
+  }
 }
+
+std::uint64_t tasks_done() { return done.load(std::memory_order_relaxed); }
 
 }  // namespace longfill

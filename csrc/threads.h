@@ -12,4 +12,7 @@ namespace longfill {
 // threads have stopped. Calls from several threads at once take turns; a call from within `work` is not allowed.
 void for_tasks(int num_threads, std::int64_t tasks, const std::function<void(std::int64_t task, int thread)>& work);
 
+// Tasks done since the process began, by all threads: while a kernel runs, however long, it grows.
+std::uint64_t tasks_done();
+
 }  // namespace longfill

@@ -24,7 +24,7 @@ from longfill.config import EngineArgs
 from longfill.errors import ConfigError, LongfillError
 from longfill.kernels.cpu import available, selected_isa
 from longfill.kernels.cpu.indexer import SCREENED_ISAS
-from longfill.request import Logprob
+from longfill.request import Logprob, StructuredOutputsParams
 from tests.engine.small_tokenizers import gpt2
 from tests.native import needs_native
 from tests.oracle.harness import oracle, run, tokens
@@ -68,11 +68,12 @@ PARAMS: dict[str, dict[str, Any]] = {
     "penalties": {"presence_penalty": -2.0, "frequency_penalty": -1.0, "repetition_penalty": 0.2},
     "logit_bias": {"logit_bias": {5: 3.0, 7: 3.5, 300: -100.0}},
     "min_tokens": {"min_tokens": MAX_TOKENS, "stop_token_ids": list(range(400))},
+    "structured_outputs": {"structured_outputs": StructuredOutputsParams(regex="[a-zA-Z .,]{60}")},
     "prompt_logprobs": {"prompt_logprobs": 2},
     "n": {"n": 2},
     "stop": {"stop": ["a string that never comes"]},
 }
-CHOOSING = frozenset({"sampling", "penalties", "logit_bias", "min_tokens"})
+CHOOSING = frozenset({"sampling", "penalties", "logit_bias", "min_tokens", "structured_outputs"})
 """Features that choose among the model's logits, and change none of them for the same tokens."""
 
 NEEDS = {

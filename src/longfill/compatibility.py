@@ -131,6 +131,10 @@ FEATURES: tuple[Feature, ...] = (
     Feature(
         "min_tokens", "min_tokens", "min_tokens", "model", lambda s: s.params is not None and s.params.min_tokens > 0
     ),
+    Feature(
+        "structured_outputs", "structured_outputs", "structured_outputs", "model",
+        lambda s: s.params is not None and s.params.structured_outputs is not None,
+    ),
     _dtype("float32"),
     _dtype("bfloat16", 0.03),
     _dtype("float16", 0.006),
@@ -211,6 +215,11 @@ REFUSED: tuple[Refusal, ...] = (
         "pages are read without a workspace (so is --attention-path auto); add --attention-path workspace or drop {0}",
     ),
     Refusal("tokenizer", "skip_tokenizer_init", "no tokenizer is loaded; drop one of them"),
+    Refusal(
+        "structured_outputs",
+        "skip_tokenizer_init",
+        "no text is made to hold to a form; drop one of them",
+    ),
     Refusal(
         "stop", "skip_tokenizer_init", "no text is made to search; drop --skip-tokenizer-init or use stop_token_ids"
     ),

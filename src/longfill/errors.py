@@ -23,3 +23,15 @@ class RequestError(LongfillError):
 
 class KernelError(LongfillError):
     """A compute kernel that does not give on this machine what defines it."""
+
+
+class EngineDeadError(LongfillError):
+    """The engine's process has failed: nothing that it was asked for will come any more."""
+
+
+class OverloadedError(LongfillError):
+    """A request that the queue has no room for now; `retry_after` says in how many seconds it may have."""
+
+    def __init__(self, message: str, retry_after: int) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after

@@ -10,6 +10,7 @@ import enum
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import NoneType
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,49 @@ MAX_N = 16_384
 """Completions of one prompt; vLLM's limit."""
 
 
+class RequestOutputKind(enum.Enum):
+    """What a request's outputs hold; vLLM's names."""
+
+    CUMULATIVE = 0
+    """All tokens so far, in every step that brings one."""
+    DELTA = 1
+    """What is new since the output before."""
+    FINAL_ONLY = 2
+    """All tokens, once, when the request has ended."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StructuredOutputsParams:
+    """The form that an output must have: exactly one field is given. vLLM's names.
+
+    `json` is a JSON schema, as its text; `regex` a regular expression and `grammar` a Lark grammar in llguidance's
+    dialect, for the whole output; `choice` a list of texts of which the output is one; `json_object` any JSON object.
+    """
+
+    json: str | None = None
+    regex: str | None = None
+    choice: tuple[str, ...] | None = None
+    grammar: str | None = None
+    json_object: bool = False
+
+    def __post_init__(self) -> None:
+        fields = {"json": self.json, "regex": self.regex, "choice": self.choice, "grammar": self.grammar}
+        given = [name for name, value in fields.items() if value is not None]
+        given += ["json_object"] if self.json_object else []
+        if len(given) != 1:
+            raise RequestError(
+                f"structured_outputs must have one of json, regex, choice, grammar and json_object, got "
+                f"{', '.join(given) or 'none'}"
+            )
+        if self.choice is not None and not (
+            self.choice and _are(self.choice, lambda c: isinstance(c, str) and c != "")
+        ):
+            raise RequestError("structured_outputs: choice must be a list of texts, none empty")
+        for name in ("json", "regex", "grammar"):
+            if not isinstance(fields[name], str | NoneType):
+                raise RequestError(f"structured_outputs: {name} must be text, got {fields[name]!r:.60}")
+
+
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """How to choose the next token; names, defaults and ranges are vLLM's.
@@ -34,7 +78,8 @@ class SamplingParams:
     `stop_token_ids` is chosen, and no stop string ends the text. `presence_penalty` and `frequency_penalty` are
     subtracted from the logits of tokens in the output, once and for each time; `repetition_penalty` divides positive
     logits of tokens in prompt or output, and multiplies negative ones. `logit_bias` is added, by token id. `n`
-    completions are drawn from seeds one apart; greedy ones would be equal, so they are refused.
+    completions are drawn from seeds one apart; greedy ones would be equal, so they are refused. `structured_outputs`
+    masks tokens that would leave the form asked for; `output_kind` says what `LLMEngine.step` returns.
     """
 
     n: int = 1
@@ -56,6 +101,8 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     logit_bias: Mapping[int, float] | None = None
     skip_special_tokens: bool = True
+    structured_outputs: StructuredOutputsParams | None = None
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
 
     def __post_init__(self) -> None:
         stops = (self.stop,) if isinstance(self.stop, str) else self.stop or ()
@@ -82,8 +129,14 @@ class SamplingParams:
             ),
             (_is_bias(self.logit_bias), "logit_bias", "a mapping from token ids (>= 0) to numbers in [-100, 100]"),
             (self.seed is None or (_is_integer(self.seed) and -(2**63) <= self.seed < 2**64), "seed", "64-bit"),
-            (_are(stops, lambda s: isinstance(s, str) and s != ""), "stop", "a string or strings, none empty"),
+            (_are(stops, _is_text), "stop", "a string or strings, none empty"),
             (_are(self.stop_token_ids or (), lambda t: _is_integer(t) and t >= 0), "stop_token_ids", "ids >= 0"),
+            (
+                isinstance(self.structured_outputs, StructuredOutputsParams | NoneType),
+                "structured_outputs",
+                "a StructuredOutputsParams, or None",
+            ),
+            (isinstance(self.output_kind, RequestOutputKind), "output_kind", "a RequestOutputKind"),
         ]
         for ok, name, want in checks:
             if not ok:
@@ -107,6 +160,10 @@ class SamplingParams:
         if self.stop is None:
             return ()
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and value != ""
 
 
 def _is_integer(value: object) -> bool:
@@ -173,6 +230,7 @@ class Request:
         cache_salt: str = "",
         priority: int = 0,
         tenant: str = "",
+        kv_transfer_params: Mapping[str, Any] | None = None,
     ) -> None:
         self.request_id = request_id
         self.params = params
@@ -182,6 +240,8 @@ class Request:
         """Lower goes first, under `--scheduling-policy priority`."""
         self.tenant = tenant
         """Whose share of the prefill it takes, under `--prefill-policy fair`; "" is a share of its own."""
+        self.kv_transfer_params = kv_transfer_params
+        """What the caller has to say to whoever moves KV between nodes; outputs carry it back."""
         prompt = _token_array(request_id, prompt_token_ids)
         self.num_prompt_tokens = int(prompt.size)
         self._tokens = prompt
@@ -254,6 +314,7 @@ class Request:
             cache_salt=self.cache_salt,
             priority=self.priority,
             tenant=self.tenant,
+            kv_transfer_params=self.kv_transfer_params,
         )
         # Never written: an output is appended to a larger copy.
         sibling._tokens = self._tokens[: self.num_prompt_tokens]
@@ -310,7 +371,7 @@ class RequestMetrics:
 
 @dataclass
 class RequestOutput:
-    """What `LLM.generate` returns for one prompt."""
+    """What `LLM.generate` returns for one prompt, and `LLMEngine.step` as `SamplingParams.output_kind` asks for."""
 
     request_id: str
     prompt: str | None
@@ -325,3 +386,5 @@ class RequestOutput:
     digest: str | None = None
     """SHA-256 (hex) over the sampled rows' fp32 logits in order, when the engine runs with `digest=True`; with n > 1,
     that of the completions' digests, in hex and by index, of those that began."""
+    kv_transfer_params: Mapping[str, Any] | None = None
+    """The request's own."""

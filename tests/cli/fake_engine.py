@@ -12,6 +12,7 @@ import numpy as np
 from longfill.config import EngineArgs
 from longfill.engine.stats import EngineStats, StepStats
 from longfill.request import CompletionOutput, Logprob, RequestMetrics, RequestOutput, SamplingParams
+from longfill.worker.memory import MemoryPlan
 
 MODEL_LIMIT = 20_000
 
@@ -32,13 +33,16 @@ class FakePlan:
     bytes_per_token: int = 1_000
     max_model_len: int = 4_096
 
+    total = MemoryPlan.total
+    report = MemoryPlan.report
+
 
 def step_stats(**changes: Any) -> StepStats:
     """A plausible step, with the fields that a test cares about replaced."""
     step = StepStats(
-        step=1, num_tokens=10, num_running=1, num_waiting=0, pages_used=3, pages_total=9, indexer_chunks=4,
-        scored_pairs=55, screened_pairs=40, screen_survivors=2, gathered_rows=6, seconds={},
-        progress={"0": (10, 10)}, preempted=(), rss_bytes=500_000,
+        step=1, num_tokens=10, num_prompt_tokens=10, num_running=1, num_waiting=0, pages_used=3, pages_cached=0,
+        pages_total=9, indexer_chunks=4, scored_pairs=55, screened_pairs=40, screen_survivors=2, gathered_rows=6,
+        seconds={}, progress={"0": (10, 10)}, step_tokens={"0": (10, 10)}, preempted=(), rss_bytes=500_000,
     )  # fmt: skip
     return replace(step, **changes)
 

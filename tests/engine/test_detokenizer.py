@@ -10,7 +10,8 @@ import small_tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longfill.engine.detokenizer import _BYTE_OF_CHAR, Detokenizer, StopHit
+from longfill.engine.detokenizer import Detokenizer, StopHit
+from longfill.engine.token_bytes import _BYTE_OF_CHAR
 from longfill.engine.tokenizer import Tokenizer
 from longfill.request import SamplingParams
 

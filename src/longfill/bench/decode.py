@@ -19,7 +19,7 @@ from longfill.config import EngineArgs
 from longfill.engine.engine import LLMEngine
 from longfill.engine.stats import EngineStats, SpecDecodingStats
 from longfill.errors import ConfigError, LongfillError
-from longfill.request import FinishReason, RequestOutput, SamplingParams, TokenIds
+from longfill.request import FinishReason, RequestOutput, RequestOutputKind, SamplingParams, TokenIds
 
 HOST = ("schedule", "update", "plan")
 """Stages of a step that are not the model's: all but the last are done by the host's thread."""
@@ -254,10 +254,11 @@ def _generate(
 ) -> list[RequestOutput]:
     """Run prompts side by side; `follow` is called after each step."""
     for number, token_ids in enumerate(turn):
-        engine.add_request(str(number), token_ids, params(number))
+        final = dataclasses.replace(params(number), output_kind=RequestOutputKind.FINAL_ONLY)
+        engine.add_request(str(number), token_ids, final)
     done: dict[str, RequestOutput] = {}
     while engine.has_unfinished_requests:
-        done.update({output.request_id: output for output in engine.step(final_only=True)})
+        done.update({output.request_id: output for output in engine.step()})
         follow()
     for output in done.values():
         if output.outputs[0].finish_reason == FinishReason.ERROR:

@@ -84,6 +84,11 @@ class KVCacheManager:
         return self._pool.num_free_pages
 
     @property
+    def num_cached_pages(self) -> NumPages:
+        """Free pages whose prefix can be found."""
+        return self._pool.num_cached_pages
+
+    @property
     def usage(self) -> float:
         """Share of the usable pages that requests hold, 0 to 1."""
         return 1.0 - self.num_free_pages / self.num_usable_pages

@@ -34,6 +34,8 @@ class BlockPool:
             raise ConfigError(f"a KV pool needs at least 2 pages (page 0 is the null page), got {num_pages}")
         self.num_pages = num_pages
         self.num_free_pages = NumPages(num_pages - 1)
+        self.num_cached_pages = NumPages(0)
+        """Free pages that hold a hash."""
         self._hot_end = PageId(num_pages)
         self._most_hot_free = int(HOT_SHARE * (num_pages - 1))
         self._num_hot_free = 0
@@ -116,6 +118,7 @@ class BlockPool:
             self._cool(page)
         self._hash = [None] * self.num_pages
         self._by_hash.clear()
+        self.num_cached_pages = NumPages(0)
         return True
 
     def check(self, holders: Sequence[int]) -> None:
@@ -128,6 +131,7 @@ class BlockPool:
         cached = [p for p in free if self._hash[p] is not None]
         in_use = sum(count > 0 for count in holders)
         assert len(free) == self.num_free_pages, "the count of free pages is off"
+        assert len(cached) == self.num_cached_pages, "the count of cached pages is off"
         assert len(free) + in_use == self.num_usable_pages, "a page was lost"
         assert free[len(free) - len(cached) :] == cached, "a page with a hash would be reused before one without"
         assert {p for p in free if self._is_hot[p]} == set(hot), "a page is in the wrong ring"
@@ -179,6 +183,7 @@ class BlockPool:
         before, behind = self._prev[page], self._next[page]
         self._next[before], self._prev[behind] = behind, before
         self.num_free_pages = NumPages(self.num_free_pages - 1)
+        self.num_cached_pages = NumPages(self.num_cached_pages - (self._hash[page] is not None))
         self._num_hot_free -= self._is_hot[page]
 
     def _link_after(self, before: PageId, page: PageId) -> None:
@@ -186,3 +191,4 @@ class BlockPool:
         self._prev[page], self._next[page] = before, behind
         self._next[before], self._prev[behind] = page, page
         self.num_free_pages = NumPages(self.num_free_pages + 1)
+        self.num_cached_pages = NumPages(self.num_cached_pages + (self._hash[page] is not None))

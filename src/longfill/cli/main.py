@@ -15,7 +15,7 @@ from typing import NoReturn
 
 import typer
 
-from longfill.cli import bench, bench_decode, bench_serve, check, demo, needle_eval, run, simulate, version
+from longfill.cli import bench, bench_decode, bench_serve, check, demo, needle_eval, run, serve, simulate, version
 from longfill.errors import LongfillError
 
 USAGE_ERROR = 2
@@ -35,6 +35,7 @@ app = typer.Typer(
 evaluations = typer.Typer(help="Measure how often a model answers exactly.", rich_markup_mode=None)
 app.command("demo")(demo.demo)
 app.command("run")(run.run)
+app.command("serve")(serve.serve)
 app.add_typer(evaluations, name="eval")
 evaluations.command("needle")(needle_eval.needle)
 app.command("check")(check.check)

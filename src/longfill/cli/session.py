@@ -117,7 +117,7 @@ def report(llm: LLM, output: RequestOutput) -> dict[str, Any]:
         "peak_rss_bytes": peak_rss_bytes(),
         "digest": output.digest,
         "stats": stats_report(llm.stats),
-        "memory": memory_report(llm.memory),
+        "memory": llm.memory.report(),
         "kernel_paths": dict(llm.kernel_paths),
     }
     if completion.logprobs is not None:
@@ -174,19 +174,6 @@ def spec_report(spec: SpecDecodingStats) -> dict[str, Any] | None:
         "acceptance_rate": spec.acceptance_rate,
         "mean_acceptance_length": spec.mean_acceptance_length,
         "acceptance_per_position": spec.acceptance_per_position,
-    }
-
-
-def memory_report(plan: MemoryPlan) -> dict[str, Any]:
-    """The start-up table as values."""
-    return {
-        "budget": plan.budget,
-        "reserved": sum(row.bytes for row in plan.rows),
-        "rows": [{"name": row.name, "bytes": row.bytes, "note": row.note} for row in plan.rows],
-        "num_pages": plan.num_pages,
-        "page_bytes": plan.page_bytes,
-        "bytes_per_token": plan.bytes_per_token,
-        "max_model_len": plan.max_model_len,
     }
 
 

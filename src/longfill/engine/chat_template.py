@@ -1,7 +1,7 @@
-"""Renders a model's own Jinja chat template, in a sandbox, to the text that transformers renders.
+"""Renders a model's own Jinja chat template, in a sandbox, as transformers does; or a format built in, without one.
 
-May import errors and jinja2. Invariant: rendering depends on the messages and the arguments only (but for templates
-that ask for the date), so the same history gives the same bytes and keeps its cached prefix.
+May import errors, jinja2 and the formats built in. Invariant: rendering depends on the messages and the arguments only
+(but for templates that ask for the date), so the same history gives the same bytes and keeps its cached prefix.
 """
 
 from __future__ import annotations
@@ -9,35 +9,57 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 from jinja2 import nodes
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from longfill.engine import deepseek_v32_chat
 from longfill.errors import ModelError, RequestError
 
 Message = Mapping[str, Any]
+Encoder = Callable[..., str]
+
+BUILT_IN: Mapping[str, Encoder] = {"deepseek_v32": deepseek_v32_chat.render}
+"""By model_type: what renders conversations where the folder has no template."""
 
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 """Names under which clients pass a message's reasoning; templates read the first (some the second)."""
 
 
 class ChatTemplates:
-    """The templates of one model folder, compiled when first used: `default` and perhaps `tool_use` and others."""
+    """The templates of one model folder, compiled when first used: `default` and perhaps `tool_use` and others.
 
-    def __init__(self, sources: Mapping[str, str], special_tokens: Mapping[str, str], origin: str) -> None:
+    False where there is none, and no built-in encoder for the model: then conversations cannot be rendered.
+    """
+
+    def __init__(
+        self,
+        sources: Mapping[str, str],
+        special_tokens: Mapping[str, str],
+        origin: str,
+        built_in: Encoder | None = None,
+    ) -> None:
         self._sources = dict(sources)
         self._special_tokens = dict(special_tokens)
         self._origin = origin
+        self._built_in = None if sources else built_in
         self._compiled: dict[str, jinja2.Template] = {}
 
     @classmethod
-    def from_folder(cls, folder: Path, config: Mapping[str, Any], special_tokens: Mapping[str, str]) -> ChatTemplates:
-        """Templates of `tokenizer_config.json` (passed as `config`), overridden by the `.jinja` files of the folder."""
+    def from_folder(
+        cls, folder: Path, config: Mapping[str, Any], special_tokens: Mapping[str, str], model_type: str | None = None
+    ) -> ChatTemplates:
+        """Templates of `tokenizer_config.json` (passed as `config`), overridden by the `.jinja` files of the folder.
+
+        Without any, the encoder built in for `model_type`, if there is one.
+        """
         inline = config.get("chat_template")
         sources: dict[str, str] = {}
         if isinstance(inline, str):
@@ -48,10 +70,14 @@ class ChatTemplates:
         if (folder / "chat_template.jinja").is_file():
             files["default"] = folder / "chat_template.jinja"
         sources |= {name: path.read_text(encoding="utf-8") for name, path in files.items()}
-        return cls(sources, special_tokens, str(folder))
+        return cls(sources, special_tokens, str(folder), BUILT_IN.get(model_type or ""))
 
     def __bool__(self) -> bool:
-        return bool(self._sources)
+        return bool(self._sources or self._built_in)
+
+    def takes(self, variable: str) -> bool:
+        """Whether a template reads this variable; False for one that cannot be parsed, which `render` reports."""
+        return any(variable in _variables(source) for source in self._sources.values())
 
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool, **variables: Any) -> str:
         """The prompt's text. `variables` (`tools`, `documents`, `enable_thinking`...) are handed to the template.
@@ -61,14 +87,13 @@ class ChatTemplates:
         for message in messages:
             if not isinstance(message, Mapping):
                 raise RequestError(f"messages: each must be an object with role and content, got {message!r}")
+        messages = [_with_reasoning(message) for message in messages]
+        if self._built_in:
+            return self._built_in(messages, add_generation_prompt=add_generation_prompt, **variables)
         given = {"tools": None, "documents": None, **self._special_tokens, **variables}
         template = self._choose(with_tools=bool(given["tools"]))
         try:
-            return template.render(
-                messages=[_with_reasoning(message) for message in messages],
-                add_generation_prompt=add_generation_prompt,
-                **given,
-            )
+            return template.render(messages=messages, add_generation_prompt=add_generation_prompt, **given)
         except Exception as error:  # the template is a program of the model's authors; whatever it raises is its answer
             raise RequestError(f"the chat template of {self._origin} refuses these messages: {error}") from error
 
@@ -87,6 +112,15 @@ class ChatTemplates:
                 where = f"{self._origin}: chat template {name!r}, line {error.lineno}"
                 raise ModelError(f"{where}: {error.message}") from error
         return self._compiled[name]
+
+
+@cache
+def _variables(source: str) -> frozenset[str]:
+    environment = _environment()
+    try:
+        return frozenset(jinja2.meta.find_undeclared_variables(environment.parse(source)))
+    except jinja2.TemplateSyntaxError:
+        return frozenset()
 
 
 class _GenerationTag(jinja2.ext.Extension):

@@ -22,6 +22,7 @@ from longfill.scheduler import Schedule, Scheduler
 from longfill.worker.history import TokenHistory
 from longfill.worker.prompt_logprobs import PromptLogprobs
 from longfill.worker.sampler import SampledToken, SampleInput
+from longfill.worker.structured import OutputForm, StructuredOutputs
 from longfill.worker.worker import StepResult, Worker
 
 
@@ -82,24 +83,36 @@ class StepOutcome:
         return stats
 
 
+@dataclass
+class _Past:
+    """What a request's next token depends on besides its logits, as of one admission."""
+
+    admission: int
+    history: TokenHistory | None = None
+    form: OutputForm | None = None
+
+
 class StepComputer:
-    """Computes schedules on a worker. `live` holds the unfinished requests by id."""
+    """Computes schedules on a worker. `live` holds the unfinished requests by id; `forms` is None without a tokenizer,
+    when no request asks for structured outputs."""
 
     def __init__(
-        self, worker: Worker, scheduler: Scheduler, live: Mapping[str, LiveRequest], *, split_mixed_batch: bool
-    ) -> None:
+        self, worker: Worker, scheduler: Scheduler, live: Mapping[str, LiveRequest], forms: StructuredOutputs | None,
+        *, split_mixed_batch: bool,
+    ) -> None:  # fmt: skip
         self._worker = worker
         self._scheduler = scheduler
         self._live = live
+        self._forms = forms
         self._split = split_mixed_batch
-        self._histories: dict[str, tuple[int, TokenHistory]] = {}
-        """By request id, with the admission that it is of: no more than requests run, whoever waits."""
+        self._pasts: dict[str, _Past] = {}
+        """By request id: no more than requests run, whoever waits."""
 
     def __call__(self, schedule: Schedule) -> StepOutcome:
         """Run a step. Requests that ended or were preempted since it was scheduled are left out."""
         start = time.perf_counter()
         self._worker.tails.keep(self._is_current)
-        self._histories = {name: of for name, of in self._histories.items() if self._is_current(name, of[0])}
+        self._pasts = {name: past for name, past in self._pasts.items() if self._is_current(name, past.admission)}
         live: dict[str, LiveRequest] = {}
         requests: list[StepRequest] = []
         for scheduled in schedule.requests:
@@ -126,15 +139,20 @@ class StepComputer:
         return self._worker.execute(plan, inputs, [given for given in prompts if given is not None])
 
     def _sample_input(self, scheduled: StepRequest, live: LiveRequest) -> SampleInput:
-        position, history = scheduled.start + scheduled.query_len - scheduled.num_drafts, None
-        if live.request.params.has_penalties:
-            admission, history = self._histories.get(scheduled.request_id, (None, None))
-            if history is None or admission != scheduled.admission:
-                # The first token of an admission: all before it are booked, and stay.
-                prompt, outputs = np.split(live.request.token_ids[:position], [live.request.num_prompt_tokens])
-                history = TokenHistory(prompt, self._worker.config.vocab_size, outputs.tolist())
-                self._histories[scheduled.request_id] = scheduled.admission, history
-        return live.sample_input(position, history)
+        position = scheduled.start + scheduled.query_len - scheduled.num_drafts
+        params, past = live.request.params, self._pasts.get(scheduled.request_id)
+        if not params.has_penalties and params.structured_outputs is None:
+            return live.sample_input(position, None, None)
+        if past is None or past.admission != scheduled.admission:
+            # The first token of an admission: all before it are booked, and stay.
+            prompt, outputs = np.split(live.request.token_ids[:position], [live.request.num_prompt_tokens])
+            past = _Past(scheduled.admission)
+            if params.has_penalties:
+                past.history = TokenHistory(prompt, self._worker.config.vocab_size, outputs.tolist())
+            if params.structured_outputs is not None and self._forms is not None:
+                past.form = self._forms.begin(params.structured_outputs, outputs.tolist())
+            self._pasts[scheduled.request_id] = past
+        return live.sample_input(position, past.history, past.form)
 
     def _is_current(self, request_id: str, admission: int) -> bool:
         return self._scheduler.admission(request_id) == admission

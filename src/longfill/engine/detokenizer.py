@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from longfill.engine.text_pieces import components
+from longfill.engine.token_bytes import spelled
 from longfill.engine.tokenizer import Tokenizer
 from longfill.request import SamplingParams
 
@@ -146,16 +147,6 @@ def _stream(tokenizer: Tokenizer, skip_special_tokens: bool) -> _TokenStream:
     return _WindowStream(tokenizer, skipped, byte_fallback="ByteFallback" in kinds)
 
 
-def _byte_level_alphabet() -> dict[str, int]:
-    """GPT-2's spelling of bytes: printable Latin-1 stands for itself, the others for the characters from U+0100 on."""
-    itself = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in itself]
-    return {chr(byte): byte for byte in itself} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
-
-
-_BYTE_OF_CHAR = _byte_level_alphabet()
-
-
 class _ByteLevelStream:
     """Tokens are bytes (GLM, DeepSeek): the text is their UTF-8, an incomplete character waiting for its rest."""
 
@@ -168,11 +159,7 @@ class _ByteLevelStream:
         token = self._backend.id_to_token(token_id)
         if token is None or token_id in self._skipped:
             return ""
-        try:
-            spelled = bytes(_BYTE_OF_CHAR[char] for char in token)
-        except KeyError:  # an added token, kept as it is written
-            spelled = token.encode()
-        return self._utf8.decode(spelled)
+        return self._utf8.decode(spelled(token))
 
     def pending(self) -> str:
         return ""

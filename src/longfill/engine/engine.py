@@ -8,8 +8,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from longfill import compatibility
 from longfill.cache import KVCacheManager
@@ -20,14 +21,17 @@ from longfill.engine.fanout import Fanout
 from longfill.engine.live import LiveRequest
 from longfill.engine.pipeline import Computed, StepPipeline
 from longfill.engine.stats import EngineStats, ResidentMemory, StepStats
+from longfill.engine.token_bytes import structured_outputs
 from longfill.engine.tokenizer import Tokenizer
 from longfill.errors import ConfigError, RequestError
+from longfill.kernels.cpu.extension import tasks_done
 from longfill.models.config import ModelConfig
 from longfill.models.hub import resolve_model, weights_revision
-from longfill.request import FinishReason, Request, RequestOutput, SamplingParams, TokenIds
+from longfill.request import FinishReason, Request, RequestOutput, RequestOutputKind, SamplingParams, TokenIds
 from longfill.scheduler import Advance, Scheduler, scheduler_config
 from longfill.units import NumPages
 from longfill.worker.sampler import request_seed, validate
+from longfill.worker.structured import StructuredOutputs
 from longfill.worker.worker import Worker
 
 
@@ -36,7 +40,7 @@ class LLMEngine:
 
     def __init__(self, args: EngineArgs) -> None:
         self.args = args
-        folder = resolve_model(args.model, args.revision)
+        self.folder = folder = resolve_model(args.model, args.revision)
         config = ModelConfig.from_folder(folder, args.hf_overrides)
         if args.dtype != "auto":
             config = dataclasses.replace(config, dtype=args.dtype)
@@ -61,8 +65,9 @@ class LLMEngine:
         self.stats = EngineStats()
         self.last_step: StepStats | None = None
         self._live: dict[str, LiveRequest] = {}
+        self.forms = self._structured_outputs()
         self._pipeline = StepPipeline(
-            StepComputer(self.worker, self.scheduler, self._live, split_mixed_batch=args.split_mixed_batch),
+            StepComputer(self.worker, self.scheduler, self._live, self.forms, split_mixed_batch=args.split_mixed_batch),
             args.steps_in_flight,
         )
         self._computed_until = self._booked_until = 0.0
@@ -84,6 +89,7 @@ class LLMEngine:
         cache_salt: str = "",
         priority: int = 0,
         tenant: str = "",
+        kv_transfer_params: Mapping[str, Any] | None = None,
     ) -> None:
         """Queue a prompt (text or token ids). Raises RequestError for one that cannot be served as asked.
 
@@ -96,6 +102,8 @@ class LLMEngine:
             prompt = self.tokenizer.encode(prompt)
         validate(params, self.model_config.vocab_size)
         compatibility.check(self.args, self.model_config, params)
+        if params.structured_outputs is not None and self.forms is not None:
+            self.forms.validate(params.structured_outputs)
         request = Request(
             request_id,
             prompt,
@@ -104,6 +112,7 @@ class LLMEngine:
             cache_salt=cache_salt,
             priority=priority,
             tenant=tenant,
+            kv_transfer_params=kv_transfer_params,
         )
         _check_vocabulary(request, self.model_config.vocab_size)
         self._fanout.add(request, text, request_seed(params, self.args.seed, self._ordinal))
@@ -130,11 +139,11 @@ class LLMEngine:
         live = self._live.pop(request_id, None)
         return None if live is None else live.output()
 
-    def step(self, *, final_only: bool = False) -> list[RequestOutput]:
+    def step(self) -> list[RequestOutput]:
         """Advance by one step; returns an output for every request that got a token or ended in it.
 
-        An output holds all tokens so far. With `final_only` those of unfinished requests, which somebody would have to
-        make anew and longer in each step, are left out (but not those of n > 1 completions).
+        What an output holds, and whether there is one before the request has ended, is its `output_kind`. Cumulative
+        ones are made anew and longer in each step: for long outputs ask for deltas or the final one.
 
         With `--async-scheduling` that step was scheduled earlier, and others are on their way behind it. Those that
         nobody waits for any more are waited for here, so that all pages are back once the last request has ended.
@@ -142,11 +151,11 @@ class LLMEngine:
         try:
             outputs = self._schedule()
             if self._pipeline:
-                outputs += self._finish_step(final_only)
+                outputs += self._finish_step()
             else:
                 self.last_step = None
             while self._pipeline and not self._live:
-                self._finish_step(final_only)
+                self._finish_step()
         except BaseException:
             # Wherever it came (Ctrl-C comes anywhere), the ledger may count tokens whose pages are never written.
             self._pipeline.cancel()
@@ -154,7 +163,7 @@ class LLMEngine:
             raise
         return self._fanout.deliver(outputs)
 
-    def _finish_step(self, final_only: bool) -> list[RequestOutput]:
+    def _finish_step(self) -> list[RequestOutput]:
         """Wait for the oldest step and book it."""
         computed = self._pipeline.wait()
         waited = time.perf_counter()
@@ -168,10 +177,15 @@ class LLMEngine:
             for scheduled in schedule.requests
             if (live := self._live.get(scheduled.request_id)) is not None
         }
-        outputs = [self._deliver(advance, outcome, final_only) for advance in advanced]
+        outputs = [self._deliver(advance, outcome) for advance in advanced]
         sampled = {advance.request.request_id for advance in advanced if advance.num_tokens}
         self._record(computed, progress, sampled, waited)
         return [output for output in outputs if output is not None]
+
+    @property
+    def work_done(self) -> int:
+        """Grows while a step is computed: by tasks of native kernels, and by stages of layers. For whoever watches."""
+        return tasks_done() + self.worker.decoder.stages_done
 
     def _append_prompt_logprobs(self, computed: Computed[StepOutcome]) -> None:
         """Hand over what a step says of prompts, to those requests that still run as they did when it was scheduled."""
@@ -204,7 +218,7 @@ class LLMEngine:
                 break
         return outputs
 
-    def _deliver(self, advance: Advance, outcome: StepOutcome, final_only: bool) -> RequestOutput | None:
+    def _deliver(self, advance: Advance, outcome: StepOutcome) -> RequestOutput | None:
         """Hand a request its new tokens, or the reason why it failed; a stop string may end it here."""
         request = advance.request
         live = self._live[request.request_id]
@@ -212,7 +226,7 @@ class LLMEngine:
             self._append(live, advance.num_tokens, outcome)
         if request.is_finished:
             del self._live[request.request_id]
-        elif final_only and not self._fanout.gathers(request.request_id):
+        elif request.params.output_kind is RequestOutputKind.FINAL_ONLY:
             return None
         return live.output()
 
@@ -234,7 +248,7 @@ class LLMEngine:
         self, computed: Computed[StepOutcome], progress: dict[str, tuple[int, int]], sampled: set[str], waited: float
     ) -> None:
         """Count a step that gave tokens to `sampled`; `waited` is when its result was there for the host."""
-        outcome, booked = computed.result, time.perf_counter()
+        outcome, requests, booked = computed.result, computed.schedule.requests, time.perf_counter()
         full = len(self.model_config.full_indexer_layers)
         layers = self.model_config.num_layers if self.worker.kernels.use_workspace else 0
         seconds = outcome.seconds | {
@@ -248,9 +262,11 @@ class LLMEngine:
         step = StepStats(
             step=computed.schedule.step,
             num_tokens=sum(plan.token_ids.size for plan in outcome.plans),
+            num_prompt_tokens=sum(scheduled.num_prompt_rows for scheduled in requests),
             num_running=self.scheduler.num_running,
             num_waiting=self.scheduler.num_waiting,
             pages_used=self.cache.num_usable_pages - self.cache.num_free_pages,
+            pages_cached=self.cache.num_cached_pages,
             pages_total=self.cache.num_usable_pages,
             indexer_chunks=full * sum(len(plan.indexer_chunks) for plan in outcome.plans),
             scored_pairs=full * sum(plan.scored_pairs for plan in outcome.plans),
@@ -260,6 +276,7 @@ class LLMEngine:
             spec=outcome.spec(sampled),
             seconds=seconds,
             progress=progress,
+            step_tokens={r.request_id: (r.num_tokens, r.num_prompt_tokens) for r in requests},
             preempted=self._preempted,
             rss_bytes=self._memory.bytes(booked),
         )
@@ -278,6 +295,11 @@ class LLMEngine:
             cache_format=f"{layout.latent_format}/{layout.index_format}/{layout.page_size}{drafts}",
             rope=dataclasses.asdict(self.model_config.rope),
         )
+
+    def _structured_outputs(self) -> StructuredOutputs | None:
+        if self.tokenizer is None:
+            return None
+        return structured_outputs(self.tokenizer, self._eos_token_ids(), self.model_config.vocab_size)
 
     def _eos_token_ids(self) -> tuple[int, ...]:
         own = self.tokenizer.eos_token_ids if self.tokenizer is not None else ()

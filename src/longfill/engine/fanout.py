@@ -1,7 +1,8 @@
 """Several completions of one prompt (`n` > 1): one request for each, and one output for all.
 
-May import request and errors. Invariant: whoever asked sees its own request id only, one output a step with all n
-completions by index, and one final output; a request for one completion passes through unchanged.
+May import request and errors. Invariant: whoever asked sees its own request id only, at most one output a step with its
+completions by index (all n, or with deltas those that have news), and one final output; a request for one completion
+passes through unchanged.
 """
 
 from __future__ import annotations
@@ -9,10 +10,18 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections.abc import Callable, Container, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from longfill.errors import RequestError
-from longfill.request import CompletionOutput, FinishReason, Request, RequestMetrics, RequestOutput, SamplingParams
+from longfill.request import (
+    CompletionOutput,
+    FinishReason,
+    Request,
+    RequestMetrics,
+    RequestOutput,
+    RequestOutputKind,
+    SamplingParams,
+)
 
 Queue = Callable[[Request, str | None, int], None]
 """Puts a request into the scheduler's queue: (request, its prompt as text, its seed)."""
@@ -29,6 +38,12 @@ class _Family:
     latest: list[RequestOutput | None]
     """The last output of each."""
     num_queued: int = 0
+    news: list[int] = field(default_factory=list)
+    """Indices of those whose last output nobody has seen yet."""
+
+    @property
+    def kind(self) -> RequestOutputKind:
+        return self.parent.params.output_kind
 
 
 class Fanout:
@@ -63,10 +78,6 @@ class Fanout:
         self._families[request_id] = family
         self._places |= {child_id: (family, index) for index, child_id in enumerate(child_ids)}
 
-    def gathers(self, request_id: str) -> bool:
-        """Whether a queued request is one of several completions, whose every output counts."""
-        return request_id in self._places
-
     def deliver(self, outputs: Sequence[RequestOutput]) -> list[RequestOutput]:
         """A step's outputs as their callers know them; queues the completions that waited for a first token."""
         delivered: dict[str, RequestOutput | _Family] = {}
@@ -76,8 +87,10 @@ class Fanout:
                 continue
             family, index = self._places[output.request_id]
             family.latest[index] = output
+            family.news.append(index)
             delivered[family.parent.request_id] = family
-        return [self._gathered(item) if isinstance(item, _Family) else item for item in delivered.values()]
+        gathered = [self._gathered(item) if isinstance(item, _Family) else item for item in delivered.values()]
+        return [output for output in gathered if output is not None]
 
     def abort(self, request_id: str, end: Callable[[str], RequestOutput | None]) -> RequestOutput | None:
         """End a request, with all its completions, by `end`; returns what it had, or None if it has ended already."""
@@ -87,7 +100,11 @@ class Fanout:
         if family is None:
             return end(request_id)
         for index, child_id in enumerate(family.child_ids):
-            family.latest[index] = end(child_id) or family.latest[index]
+            ended = end(child_id)
+            if ended is not None:
+                family.latest[index] = ended
+            if ended is not None or family.latest[index] is None:
+                family.news.append(index)
         if not any(family.latest):  # they ended in a step that raised, which brought no outputs
             self._forget(family)
             return None
@@ -96,7 +113,9 @@ class Fanout:
     def _queue_children(self, family: _Family, *, until: int) -> None:
         while family.num_queued < until:
             index = family.num_queued
-            params = dataclasses.replace(family.parent.params, n=1)
+            # Each must be heard of before it has ended: the first one's first token lets the others begin.
+            kind = RequestOutputKind.CUMULATIVE if family.kind is RequestOutputKind.FINAL_ONLY else family.kind
+            params = dataclasses.replace(family.parent.params, n=1, output_kind=kind)
             if index > 0:
                 # They belong to the prompt, whose every token the first one computes.
                 params = dataclasses.replace(params, prompt_logprobs=None)
@@ -104,8 +123,8 @@ class Fanout:
             self._queue(child, family.prompt, (family.seed + index) % 2**64)
             family.num_queued += 1
 
-    def _gathered(self, family: _Family, *, aborted: bool = False) -> RequestOutput:
-        """The latest outputs of a family as one; forgets the family once all of it has ended."""
+    def _gathered(self, family: _Family, *, aborted: bool = False) -> RequestOutput | None:
+        """The latest outputs of a family as one, if there is one to show; forgets it once all of it has ended."""
         if not aborted:
             self._queue_children(family, until=family.parent.params.n)
         completions = [
@@ -114,9 +133,14 @@ class Fanout:
             else dataclasses.replace(output.outputs[0], index=index)
             for index, output in enumerate(family.latest)
         ]
+        news, family.news = sorted(family.news), []
         finished = all(completion.finish_reason is not None for completion in completions)
         if finished:
             self._forget(family)
+        elif family.kind is RequestOutputKind.FINAL_ONLY:
+            return None
+        if family.kind is RequestOutputKind.DELTA:
+            completions = [completions[index] for index in news]
         started = [output for output in family.latest if output is not None]
         digests = [output.digest for output in started if output.digest is not None]
         return dataclasses.replace(

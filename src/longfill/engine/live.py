@@ -15,10 +15,29 @@ from torch import Tensor
 
 from longfill.engine.detokenizer import Detokenizer
 from longfill.engine.tokenizer import Tokenizer
-from longfill.request import CompletionOutput, FinishReason, Logprob, Request, RequestMetrics, RequestOutput
+from longfill.request import (
+    CompletionOutput,
+    FinishReason,
+    Logprob,
+    Request,
+    RequestMetrics,
+    RequestOutput,
+    RequestOutputKind,
+)
 from longfill.worker.history import TokenHistory
 from longfill.worker.prompt_logprobs import PromptInput, PromptLogprobs
 from longfill.worker.sampler import SampledToken, SampleInput
+from longfill.worker.structured import OutputForm
+
+
+@dataclasses.dataclass(frozen=True)
+class _Given:
+    """How much of a request its outputs have shown."""
+
+    text: int = 0
+    """Characters."""
+    tokens: int = 0
+    prompt_logprobs: bool = False
 
 
 class LiveRequest:
@@ -52,8 +71,9 @@ class LiveRequest:
         self._texts: dict[int, str] = {}
         """Of single tokens, by id: a prompt's log-probabilities name few tokens many times."""
         self._metrics = RequestMetrics(arrival_time=request.arrival_time)
+        self._given = _Given()
 
-    def sample_input(self, position: int, history: TokenHistory | None) -> SampleInput:
+    def sample_input(self, position: int, history: TokenHistory | None, form: OutputForm | None) -> SampleInput:
         """What the token at a position of the sequence depends on besides the logits."""
         request = self.request
         return SampleInput(
@@ -63,6 +83,7 @@ class LiveRequest:
             position - request.num_prompt_tokens,
             self._stop_token_ids,
             history,
+            form,
         )
 
     def prompt_input(self, start: int, end: int) -> PromptInput | None:
@@ -114,7 +135,7 @@ class LiveRequest:
         return None if hit is None else hit.stop
 
     def output(self) -> RequestOutput:
-        """The request's state as an output; final once the request has ended."""
+        """The request's state as an output, or what is new of it; final once the request has ended."""
         request = self.request
         if request.is_finished:
             self._metrics.finished_time = self._metrics.finished_time or time.monotonic()
@@ -123,25 +144,30 @@ class LiveRequest:
                 # Bytes held back until the end completed a stop string.
                 request.finish_reason, request.stop_reason = FinishReason.STOP, hit.stop
         self._metrics.num_preemptions = request.num_preemptions
+        given = self._given if request.params.output_kind is RequestOutputKind.DELTA else _Given()
+        text = "" if self._detokenizer is None else self._detokenizer.text
         completion = CompletionOutput(
             index=0,
-            text="" if self._detokenizer is None else self._detokenizer.text,
-            token_ids=request.output_token_ids.tolist(),
+            text=text[given.text :],
+            token_ids=request.output_token_ids[given.tokens :].tolist(),
             finish_reason=None if request.finish_reason is None else request.finish_reason.value,
             stop_reason=request.error if request.finish_reason is FinishReason.ERROR else request.stop_reason,
-            logprobs=self._logprobs,
+            logprobs=None if self._logprobs is None else self._logprobs[given.tokens :],
             cumulative_logprob=None if self._logprobs is None else self._cumulative_logprob,
         )
+        shows_prompt = self._has_whole_prompt and not given.prompt_logprobs
+        self._given = _Given(len(text), request.num_output_tokens, self._has_whole_prompt)
         return RequestOutput(
             request_id=request.request_id,
             prompt=self._prompt,
             prompt_token_ids=request.token_ids[: request.num_prompt_tokens],
-            prompt_logprobs=self._prompt_logprobs if self._has_whole_prompt else None,
+            prompt_logprobs=self._prompt_logprobs if shows_prompt else None,
             outputs=[completion],
             finished=request.is_finished,
             num_cached_tokens=request.num_cached_tokens,
             metrics=dataclasses.replace(self._metrics),
             digest=None if self._digest is None else self._digest.hexdigest(),
+            kv_transfer_params=request.kv_transfer_params,
         )
 
     @property

@@ -5,6 +5,7 @@ May import everything below `engine/`. Invariant: `generate` returns outputs in 
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from os import PathLike, fspath
@@ -18,11 +19,11 @@ from longfill.engine.stats import EngineStats, StepStats
 from longfill.engine.tokenizer import Tokenizer
 from longfill.errors import CapacityError, ConfigError
 from longfill.models.config import ModelConfig
-from longfill.request import RequestOutput, SamplingParams, TokenIds
+from longfill.request import RequestOutput, RequestOutputKind, SamplingParams, TokenIds
 from longfill.worker.memory import MemoryPlan
 
 Prompt = str | Sequence[int] | TokenIds | Mapping[str, Any]
-"""Text, token ids, or a mapping with `prompt` or `prompt_token_ids` (and `cache_salt`, `priority`, `tenant`)."""
+"""Text, token ids, or a mapping with `prompt` or `prompt_token_ids` (and what `_OPTIONS` lists)."""
 
 
 class LLM:
@@ -101,7 +102,8 @@ class LLM:
         try:
             for request_id, prompt, wanted in zip(ids, batch, each, strict=True):
                 content, options = _content(prompt)
-                self.engine.add_request(request_id, content, wanted, **options)
+                final = dataclasses.replace(wanted, output_kind=RequestOutputKind.FINAL_ONLY)
+                self.engine.add_request(request_id, content, final, **options)
             done = self._run(on_step)
         except BaseException:
             for request_id in ids:
@@ -112,7 +114,7 @@ class LLM:
     def _run(self, on_step: Callable[[StepStats], None] | None) -> dict[str, RequestOutput]:
         done: dict[str, RequestOutput] = {}
         while self.engine.has_unfinished_requests:
-            outputs = self.engine.step(final_only=True)
+            outputs = self.engine.step()
             done.update({output.request_id: output for output in outputs if output.finished})
             if self.engine.last_step is None and not outputs:
                 raise CapacityError("no request can be scheduled and nothing runs: the KV pool is held from outside")
@@ -137,6 +139,7 @@ _OPTIONS: dict[str, tuple[type, str]] = {
     "cache_salt": (str, "a string"),
     "priority": (int, "an integer"),
     "tenant": (str, "a string"),
+    "kv_transfer_params": (dict, "a mapping"),
 }
 """What a prompt's mapping may hold beside the prompt: the type, and its name in words."""
 

@@ -62,9 +62,13 @@ class StepStats:
 
     step: int
     num_tokens: int
+    num_prompt_tokens: int
+    """Of these, rows of prompts; the others decode."""
     num_running: int
     num_waiting: int
     pages_used: int
+    pages_cached: int
+    """Free pages whose prefix can be found."""
     pages_total: int
     """Pages that can hold tokens (the null page is not one)."""
     indexer_chunks: int
@@ -83,6 +87,8 @@ class StepStats:
     before this step. With steps in flight host and worker overlap, so that the parts are more than "step"."""
     progress: dict[str, tuple[int, int]]
     """Request id -> (num_computed_tokens, num_tokens), for every request of the step."""
+    step_tokens: dict[str, tuple[int, int]]
+    """Request id -> (tokens of it in the step, tokens of its prompt)."""
     preempted: tuple[str, ...]
     rss_bytes: int
     """Resident memory of the process after the step, or up to `ResidentMemory.SECONDS` before."""

@@ -75,11 +75,12 @@ class Tokenizer:
             raise ModelError(f"{file}: not a tokenizer that `tokenizers` reads ({error}); download it again") from error
         config = {**_read_json(folder / "special_tokens_map.json"), **_read_json(folder / "tokenizer_config.json")}
         special = _add_special_tokens(backend, config)
+        model_type = _read_json(folder / "config.json").get("model_type")
         return cls(
             backend,
             special_tokens=special,
             eos_token_ids=_eos_token_ids(folder),
-            chat_templates=ChatTemplates.from_folder(folder, config, special),
+            chat_templates=ChatTemplates.from_folder(folder, config, special, model_type),
         )
 
     def encode(self, text: str, add_special_tokens: bool = True) -> TokenIds:

@@ -51,6 +51,8 @@ class Decoder:
         self.attend = attend
         self.block_rows = block_rows
         self.on_selection: SelectionHook | None = None
+        self.stages_done = 0
+        """Since the start, several in a layer; it tells that a step goes on."""
         self.seconds: dict[str, float] = {}
         """Seconds of the last step by stage."""
         self.screen_counts = ScreenCounts()
@@ -183,3 +185,4 @@ class Decoder:
         start = time.perf_counter()
         yield
         self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - start
+        self.stages_done += 1

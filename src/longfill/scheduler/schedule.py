@@ -44,6 +44,11 @@ class ScheduledRequest:
     """The token that the row at position p samples is output number `p + 1 - num_prompt_tokens`, from 0."""
 
     @property
+    def num_prompt_rows(self) -> int:
+        """Of its tokens, those of the prompt."""
+        return max(0, min(self.start + self.num_tokens, self.num_prompt_tokens) - self.start)
+
+    @property
     def is_one_row(self) -> bool:
         """Whether it computes one token, and its drafts, to sample from: a decode, or the last token of a prompt."""
         return self.samples and self.num_tokens - self.num_drafts == 1

@@ -150,10 +150,21 @@ class StepRecord(msgspec.Struct, kw_only=True):
     num_accepted_tokens_per_pos: list[int] = []
 
 
+class Ledger(msgspec.Struct, array_like=True):
+    """What the engine holds at a moment."""
+
+    pages_used: int = 0
+    pages_cached: int = 0
+    """Free pages that hold a findable prefix."""
+    num_running: int = 0
+    num_waiting: int = 0
+
+
 class StepOutputs(msgspec.Struct, tag=True, kw_only=True):
-    """Engine to API, after each step (`step` is None where only the scheduler ended requests)."""
+    """Engine to API, after each step, and where requests ended without one (`step` is None)."""
 
     outputs: list[OutputDelta]
+    ledger: Ledger
     step: StepRecord | None = None
 
 
@@ -164,10 +175,7 @@ class Heartbeat(msgspec.Struct, tag=True, kw_only=True):
     """Grows while anything is done: kernel tasks, layers, rounds of the step loop. Standing still means hung."""
     step: int
     """The newest step that is booked."""
-    pages_used: int
-    pages_cached: int
-    num_running: int
-    num_waiting: int
+    ledger: Ledger
 
 
 ToEngine = AddRequest | AbortRequests | Stop

@@ -60,7 +60,8 @@ class TokenHistory:
 
 def changes_logits(params: SamplingParams, output_index: int) -> bool:
     """Whether `adjusted` would change the logits of the row that samples output `output_index`."""
-    return params.has_penalties or bool(params.logit_bias) or output_index < params.min_tokens
+    masked = output_index < params.min_tokens or params.structured_outputs is not None
+    return params.has_penalties or bool(params.logit_bias) or masked
 
 
 def adjusted(
@@ -70,14 +71,18 @@ def adjusted(
     *,
     stop_token_ids: Sequence[int] = (),
     history: TokenHistory | None = None,
+    allowed_V: npt.NDArray[np.bool_] | None = None,
 ) -> Logits:
     """The logits that temperature and the filters see: float64 [V], a copy; -inf for tokens that may not be drawn.
 
-    In vLLM's order (the steps of `vllm/v1/sample/sampler.py`, which come before temperature): min_tokens masks
-    `stop_token_ids`, logit_bias is added, then the penalties, of which repetition (arXiv:1909.05858) comes first,
-    then frequency and presence. Raises ValueError where penalties are asked for without a `history`.
+    In vLLM's order (the steps of `vllm/v1/sample/sampler.py`, which come before temperature): what structured outputs
+    do not allow is masked, min_tokens masks `stop_token_ids`, logit_bias is added, then the penalties, of which
+    repetition (arXiv:1909.05858) comes first, then frequency and presence. Raises ValueError where penalties are asked
+    for without a `history`.
     """
     logits_V = logits_V.copy()
+    if allowed_V is not None:
+        logits_V[~allowed_V] = -np.inf
     if output_index < params.min_tokens:
         logits_V[list(stop_token_ids)] = -np.inf
     for token_id, bias in (params.logit_bias or {}).items():

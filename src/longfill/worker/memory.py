@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -65,6 +66,18 @@ class MemoryPlan:
     @property
     def total(self) -> int:
         return sum(row.bytes for row in self.rows)
+
+    def report(self) -> dict[str, Any]:
+        """The start-up table as plain values; bytes everywhere."""
+        return {
+            "budget": self.budget,
+            "reserved": self.total,
+            "rows": [{"name": row.name, "bytes": row.bytes, "note": row.note} for row in self.rows],
+            "num_pages": self.num_pages,
+            "page_bytes": self.page_bytes,
+            "bytes_per_token": self.bytes_per_token,
+            "max_model_len": self.max_model_len,
+        }
 
 
 def budget_bytes(args: EngineArgs) -> int:

@@ -22,6 +22,7 @@ from torch import Tensor
 from longfill.errors import RequestError
 from longfill.request import Logprob, SamplingParams
 from longfill.worker.history import TokenHistory, adjusted, changes_logits
+from longfill.worker.structured import OutputForm
 
 Ids = npt.NDArray[np.int64]
 Weights = npt.NDArray[np.float64]
@@ -42,7 +43,8 @@ class SampleInput:
 
     `seed` comes from `request_seed`; `output_index` is the number of tokens that the request has sampled before (its
     first row, where it has several). `stop_token_ids`, eos among them, are what min_tokens keeps away; `history` is
-    the request's, and may be None where its parameters have no penalties. Drawing adds to it.
+    the request's, and may be None where its parameters have no penalties; `form` likewise without structured outputs.
+    Drawing adds to both.
     """
 
     request_id: str
@@ -51,6 +53,7 @@ class SampleInput:
     output_index: int
     stop_token_ids: tuple[int, ...] = ()
     history: TokenHistory | None = None
+    form: OutputForm | None = None
 
 
 @dataclass(frozen=True)
@@ -78,8 +81,8 @@ NOT_NUMBERS = (
 )
 """Why a row gives no token and no log-probability."""
 _NOTHING_LEFT = (
-    "min_tokens and repetition_penalty leave none of the tokens that the model allows; lower min_tokens, or bring "
-    "repetition_penalty closer to 1"
+    "min_tokens, structured_outputs and repetition_penalty leave none of the tokens that the model allows; lower "
+    "min_tokens, loosen the form, or bring repetition_penalty closer to 1"
 )
 
 
@@ -198,6 +201,8 @@ def _draw(logits_V: Tensor, best: int | None, row: SampleInput, output_index: in
     """The token of one row, which its history then has as output `output_index`; or why there is none."""
     if row.history is not None:
         row.history.truncate(output_index)
+    if row.form is not None:
+        row.form.truncate(output_index)
     if best is None:
         return NOT_NUMBERS
     changed = changes_logits(row.params, output_index)
@@ -206,7 +211,13 @@ def _draw(logits_V: Tensor, best: int | None, row: SampleInput, output_index: in
         raw = _host(logits_V)
         values = raw
         if changed:
-            values = adjusted(raw, row.params, output_index, stop_token_ids=row.stop_token_ids, history=row.history)
+            allowed = None if row.form is None else row.form.allowed()
+            if isinstance(allowed, str):
+                return allowed
+            values = adjusted(
+                raw, row.params, output_index,
+                stop_token_ids=row.stop_token_ids, history=row.history, allowed_V=allowed,
+            )  # fmt: skip
             if values.max() == -np.inf:
                 return _NOTHING_LEFT
         token_id = _choose(values, row.params, row.seed, output_index)
@@ -214,6 +225,8 @@ def _draw(logits_V: Tensor, best: int | None, row: SampleInput, output_index: in
         token = SampledToken(token_id, None if wanted is None else _logprobs(raw, token_id, wanted))
     if row.history is not None:
         row.history.append(token.token_id)
+    if row.form is not None:
+        row.form.append(token.token_id)
     return token
 
 

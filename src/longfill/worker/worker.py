@@ -73,7 +73,7 @@ class Worker:
 
     def __init__(self, args: EngineArgs, folder: Path, config: ModelConfig) -> None:
         check_draft_layer(args, config)
-        threads = args.num_threads or default_threads()
+        self.num_threads = threads = args.num_threads or default_threads()
         torch.set_num_threads(threads)
         self.args = args
         self.config = config

@@ -32,6 +32,11 @@ def isa_names() -> tuple[str, ...]:
     return tuple(_native.isa_names()) if available() else ()
 
 
+def tasks_done() -> int:
+    """Tasks that kernels have done in this process; it grows while one runs, however long. 0 without native kernels."""
+    return _native.tasks_done() if available() else 0
+
+
 @cache
 def selected_isa() -> str:
     """The instruction set of this process: the best one, or what LONGFILL_ISA names.

@@ -1,0 +1,165 @@
+"""Before every route: request ids, API keys, the limit on bodies, tickets of the queue, and who is turned away.
+
+May import admission, errors and state; plain ASGI. Invariant: what can be refused without a body is refused before one
+is read, and whatever a route does its ticket is given back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import re
+import time
+import uuid
+from collections.abc import Sequence
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from longfill.errors import OverloadedError
+from longfill.server.admission import Ticket
+from longfill.server.errors import ApiError
+from longfill.server.state import AppState
+
+logger = logging.getLogger(__name__)
+
+GENERATES = frozenset({"/v1/completions", "/v1/chat/completions"})
+"""Endpoints whose requests wait in the queue."""
+OPEN = frozenset({"/", "/health", "/ready", "/metrics", "/version"})
+"""Paths that ask for no key, as in vLLM; so do the live page's files."""
+_ID = re.compile(r"[\x21-\x7e]{1,128}")
+BODY_TIMEOUT = 60.0
+"""Seconds that a client may let pass between two parts of its body."""
+
+
+class Gate:
+    """ASGI middleware; its decisions need nothing but the head of a request."""
+
+    def __init__(self, app: ASGIApp, state: AppState) -> None:
+        self._app = app
+        self._state = state
+        self._keys: Sequence[bytes] = [key.encode() for key in state.server_args.api_key]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        given = headers.get("x-request-id")
+        answer = _Answer(send, scope)
+        ticket: Ticket | None = None
+        try:
+            if given is not None and not _ID.fullmatch(given):
+                raise ApiError(
+                    400, "x-request-id must be 1 to 128 printable characters without spaces", code="invalid_value"
+                )
+            request_id = given or uuid.uuid4().hex
+            values = scope.setdefault("state", {})
+            values |= {
+                "request_id": request_id,
+                "arrival": time.monotonic(),
+                "tenant": self._tenant(scope["path"], headers),
+                "cache_salt": self._state.server_args.cache_salt,
+            }
+            body = _Body(receive, self._limit(headers))
+            if scope["path"] in GENERATES and scope["method"] == "POST":
+                ticket = values["ticket"] = self._ticket(request_id, scope["path"])
+            await self._app(scope, body, answer)
+        except (ApiError, OverloadedError) as error:
+            if answer.begun:
+                raise
+            await _refusal(error).response()(scope, receive, answer)
+        finally:
+            if ticket is not None:
+                ticket.leave()
+
+    def _tenant(self, path: str, headers: Headers) -> str:
+        """Whose request it is: the number of its key. Raises ApiError for a key that is missing or wrong."""
+        if not self._keys or path in OPEN or path.startswith("/page/"):
+            return ""
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        found = [i for i, known in enumerate(self._keys) if hmac.compare_digest(known, key.strip().encode())]
+        if scheme.lower() != "bearer" or not found:
+            raise ApiError(
+                401, "a valid API key is needed: send it as `Authorization: Bearer KEY`", code="invalid_api_key",
+                headers={"WWW-Authenticate": "Bearer"},
+            )  # fmt: skip
+        return f"key-{found[0]}"
+
+    def _limit(self, headers: Headers) -> int:
+        """Bytes that the body may have. Raises ApiError for one that says it has more."""
+        limit = self._state.server_args.max_body_bytes
+        length = headers.get("content-length", "0")
+        if length.isdigit() and int(length) > limit:
+            raise _too_large(limit, f"{int(length):,} bytes")
+        return limit
+
+    def _ticket(self, request_id: str, path: str) -> Ticket:
+        state = self._state
+        if state.client.failure is not None:
+            raise ApiError(500, f"the engine has failed: {state.client.failure}", code="engine_dead")
+        if state.draining:
+            raise ApiError(
+                503, "the server is being stopped and takes no new request", code="draining",
+                headers={"Retry-After": "5"},
+            )  # fmt: skip
+        return state.admission.enter(request_id, path)
+
+
+def _refusal(error: ApiError | OverloadedError) -> ApiError:
+    if isinstance(error, ApiError):
+        return error
+    return ApiError(429, str(error), code="overloaded", headers={"Retry-After": str(error.retry_after)})
+
+
+def _too_large(limit: int, what: str) -> ApiError:
+    # The rest of the body is not read, so the connection can carry nothing else.
+    return ApiError(
+        413, f"the body has {what}; at most {limit:,} are taken (--max-body-size)", code="body_too_large",
+        headers={"Connection": "close"},
+    )  # fmt: skip
+
+
+class _Answer:
+    """`send` that adds the request id (which a body may have brought), and knows whether an answer has begun."""
+
+    def __init__(self, send: Send, scope: Scope) -> None:
+        self._send = send
+        self._scope = scope
+        self.begun = False
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.begun = True
+            request_id = self._scope.get("state", {}).get("request_id")
+            if request_id is not None:
+                MutableHeaders(scope=message)["x-request-id"] = request_id
+        await self._send(message)
+
+
+class _Body:
+    """`receive` that ends with 413 where a body is longer than it may be, and with 408 where it stops coming."""
+
+    def __init__(self, receive: Receive, limit: int) -> None:
+        self._receive = receive
+        self._limit = limit
+        self._read = 0
+        self._whole = False
+
+    async def __call__(self) -> Message:
+        if self._whole:
+            return await self._receive()
+        try:
+            message = await asyncio.wait_for(self._receive(), BODY_TIMEOUT)
+        except TimeoutError:
+            raise ApiError(
+                408, f"no part of the body came for {BODY_TIMEOUT:.0f} s", code="body_timeout",
+                headers={"Connection": "close"},
+            ) from None  # fmt: skip
+        if message["type"] == "http.request":
+            self._read += len(message.get("body", b""))
+            self._whole = not message.get("more_body", False)
+            if self._read > self._limit:
+                raise _too_large(self._limit, f"more than {self._limit:,} bytes")
+        return message
