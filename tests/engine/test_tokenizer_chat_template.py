@@ -72,6 +72,33 @@ class TestChatTemplates:
         with pytest.raises(ModelError, match=r"no default chat template; put one into chat_template.jinja"):
             tokenizer.apply_chat_template([{"role": "user", "content": "x"}])
 
+    @pytest.mark.parametrize(
+        ("template", "rendered"),
+        [
+            (
+                "{% for k, v in call.arguments.items() %}<{{ k }}>{{ v if v is string else v | tojson }}{% endfor %}",
+                "<x>1<y>é",
+            ),
+            ("{{ '[' + call.arguments + ']' }}", '[{"x": 1,"y":"é"}]'),
+            ("{{ call.arguments }}", '{"x": 1,"y":"é"}'),
+            ("{{ call.arguments if call.arguments is string else call.arguments | tojson }}", '{"x": 1, "y": "é"}'),
+        ],
+    )
+    def test_arguments_of_calls_are_an_object_or_text_as_the_template_wants(self, tmp_path, template, rendered):
+        """Clients send JSON text, as the API has it; GLM's templates want an object, DeepSeek's append text."""
+        tokenizer = self.folder(
+            tmp_path, chat_template="{% set call = messages[0].tool_calls[0].function %}" + template
+        )
+        calls = [{"function": {"name": "f", "arguments": '{"x": 1,"y":"é"}'}}]
+        assert tokenizer.apply_chat_template([{"role": "assistant", "tool_calls": calls}]) == rendered
+
+    @pytest.mark.parametrize(("arguments", "error"), [("{x", "are not JSON"), ("[1]", "must be an object")])
+    def test_arguments_that_are_none_are_the_requests_error(self, tmp_path, arguments, error):
+        tokenizer = self.folder(tmp_path, chat_template="x")
+        calls = [{"function": {"name": "f", "arguments": arguments}}]
+        with pytest.raises(RequestError, match=rf"messages\[1\]: the arguments of a tool call {error}"):
+            tokenizer.apply_chat_template([{"role": "user"}, {"role": "assistant", "tool_calls": calls}])
+
     def test_named_templates_and_the_one_for_tools(self, tmp_path):
         named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "tools"}]
         tokenizer = self.folder(tmp_path, tokenizer_config={"chat_template": named})

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
 from tests.server.running import Running, running
 from tests.server.scripted import random_folder, scripted_folder
 

@@ -6,21 +6,21 @@ add nothing, so that the next token depends on the last one alone, and its head 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
-from tokenizers import AddedToken
-
 from tests import tiny
 from tests.engine import small_tokenizers
+from tokenizers import AddedToken
 
 TEMPLATE = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content or '' }}"
     "{% for call in m.tool_calls or [] %}<tool_call>{{ call.function.name }}"
-    "{% for k, v in call.function.arguments|items %}<arg_key>{{ k }}</arg_key><arg_value>{{ v }}</arg_value>{% endfor %}"
-    "</tool_call>{% endfor %}{% endfor %}"
+    "{% for k, v in call.function.arguments|items %}<arg_key>{{ k }}</arg_key>"
+    "<arg_value>{{ v }}</arg_value>{% endfor %}</tool_call>{% endfor %}{% endfor %}"
     "{% if tools %}<|tools|>{{ tools|tojson }}{% endif %}"
     "{% if slow is defined %}{% for i in range(slow) %}{% for j in range(1000) %}{% endfor %}{% endfor %}"
     "{{ raise_exception('slow refusal') }}{% endif %}"
@@ -75,6 +75,6 @@ def _write_script(folder: Path, chain: Sequence[int]) -> None:
     embedding = weights["model.embed_tokens.weight"].float()
     head = torch.zeros_like(weights["lm_head.weight"].float())
     norm = weights["model.norm.weight"].float()
-    for last, following in zip(chain, chain[1:], strict=False):
+    for last, following in itertools.pairwise(chain):
         head[following] = embedding[last] / norm
     tiny.edit_tensors(folder, add={"lm_head.weight": head.to(weights["lm_head.weight"].dtype)})

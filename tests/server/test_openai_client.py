@@ -8,10 +8,10 @@ from pathlib import Path
 
 import openai
 import pytest
+from tests.server.running import Running
 
 from longfill import LLM, SamplingParams
 from longfill.engine.tokenizer import Tokenizer
-from tests.server.running import Running
 
 TEXT = "The access code of amber Kestrel is 48213. It ends. Next line (here)."
 

@@ -90,6 +90,7 @@ class ChatTemplates:
         messages = [_with_reasoning(message) for message in messages]
         if self._built_in:
             return self._built_in(messages, add_generation_prompt=add_generation_prompt, **variables)
+        messages = [_with_arguments(index, message) for index, message in enumerate(messages)]
         given = {"tools": None, "documents": None, **self._special_tokens, **variables}
         template = self._choose(with_tools=bool(given["tools"]))
         try:
@@ -160,6 +161,44 @@ def _raise_exception(message: str) -> None:
 
 def _strftime_now(form: str) -> str:
     return datetime.now().strftime(form)
+
+
+class _Arguments(dict[str, Any]):
+    """A call's arguments as the client sent them, JSON text, and as an object: templates are written for either."""
+
+    def __init__(self, text: str, values: Mapping[str, Any]) -> None:
+        super().__init__(values)
+        self._text = text
+
+    def __str__(self) -> str:
+        return self._text
+
+    def __add__(self, after: str) -> str:
+        return self._text + after
+
+    def __radd__(self, before: str) -> str:
+        return before + self._text
+
+
+def _with_arguments(index: int, message: Message) -> Message:
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list):
+        return message
+    return {**message, "tool_calls": [_with_object(index, call) for call in calls]}
+
+
+def _with_object(index: int, call: Any) -> Any:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    text = function.get("arguments") if isinstance(function, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(text, str):
+        return call
+    try:
+        values = json.loads(text or "{}")
+    except ValueError as error:
+        raise RequestError(f"messages[{index}]: the arguments of a tool call are not JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise RequestError(f"messages[{index}]: the arguments of a tool call must be an object, got {text:.100}")
+    return {**call, "function": {**function, "arguments": _Arguments(text or "{}", values)}}
 
 
 def _with_reasoning(message: Message) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from fastapi.responses import FileResponse, Response, StreamingResponse
 
 import longfill
 from longfill.server.messages import StepRecord
-from longfill.server.routes_system import request_list
+from longfill.server.routes_system import MOST_REQUESTS, request_list
 from longfill.server.state import AppState
 
 UPDATE_SECONDS = 0.25
@@ -65,16 +65,16 @@ class _Readers:
         """Events for one reader: the past, then what happens."""
         self.count += 1
         try:
-            newest = self._newest
+            newest, shown = self._newest, self._outline
             yield _event("hello", _hello(self._state))
             said = time.monotonic()
             while not self._state.stopped:
                 await asyncio.sleep(UPDATE_SECONDS)
                 steps = self._since(newest)
                 quiet = time.monotonic() - said
-                if not steps and quiet < (1.0 if self._state.admission.tickets else QUIET_SECONDS):
+                if not steps and self._outline == shown and quiet < QUIET_SECONDS:
                     continue
-                newest, said = self._newest, time.monotonic()
+                newest, shown, said = self._newest, self._outline, time.monotonic()
                 yield _event("update", _update(self._state, steps))
         finally:
             self.count -= 1
@@ -83,6 +83,16 @@ class _Readers:
     def _newest(self) -> float:
         steps = self._state.client.steps
         return steps[-1].time if steps else 0.0
+
+    @property
+    def _outline(self) -> object:
+        """What may change without a step: health, pages, and who is being served in which stage."""
+        tickets = list(self._state.admission.tickets.values())[:MOST_REQUESTS]
+        return (
+            self._state.health[0],
+            self._state.client.ledger,
+            [(ticket.request_id, [stream.state for stream in ticket.streams]) for ticket in tickets],
+        )
 
     def _since(self, moment: float) -> list[StepRecord]:
         """Steps that ended after a moment, oldest first."""

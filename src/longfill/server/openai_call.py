@@ -19,7 +19,7 @@ from starlette.responses import Response
 
 from longfill.request import SamplingParams
 from longfill.server.cache_report import CachedPrompt, PrefixCacheReport
-from longfill.server.errors import as_api_error, deadline_exceeded
+from longfill.server.errors import ApiError, as_api_error, deadline_exceeded
 from longfill.server.messages import AddRequest, OutputDelta
 from longfill.server.openai_answer import Answer, AnswerHead, PromptState
 from longfill.server.openai_endpoints import Endpoint, Parsed, Prepared
@@ -100,6 +100,8 @@ class Call:
         """Tokenise, be admitted, go to the engine and wait for the first delta."""
         async with self._in_time():
             prepared = await self._serving.lanes.run(self._size, self._parsed.prepare)
+            if self._request.state.ticket.aborted:
+                raise ApiError(503, "the request was aborted by the server's operator", code="aborted")
             self._request.state.ticket.queued(sum(prompt.token_ids.size for prompt, _ in prepared.prompts))
             self._add(prepared)
             self._first = await self._next()
@@ -111,6 +113,7 @@ class Call:
             name = state.request_id if len(states) == 1 else f"{state.request_id}-{index}"
             stream = self._serving.client.add(self._message(name, params), prompt.token_ids)
             self._streams.append(self._entered.enter_context(stream))
+            state.ticket.streams.append(stream)
             self._wait_for(index)
         self._waiting = len(states)
         self._answer = prepared.answer(

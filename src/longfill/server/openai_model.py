@@ -24,7 +24,6 @@ from longfill.server.protocol_responses import ModelCard, ModelList
 from longfill.server.sampling import SamplingLimits, generation_defaults
 from longfill.worker.structured import StructuredOutputs
 
-
 _TAG = re.compile("think|tool|arg_key|arg_value|DSML")
 
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
+from pydantic_core import ErrorDetails
 
 from longfill.server.errors import ApiError, bad_request
 
@@ -187,13 +188,12 @@ def validate(model: type[AnyBody], fields: Mapping[str, Any]) -> AnyBody:
 
 
 def _explained(error: ValidationError) -> ApiError:
-    # An unknown field first: the other faults may come from it (`prompt` sent to the chat endpoint).
-    faults = sorted(
-        error.errors(include_url=False, include_context=False), key=lambda e: e["type"] != "extra_forbidden"
-    )
-    # Of the members of a union, the one that came furthest says best what is wrong.
-    related = [fault for fault in faults if fault["loc"][:1] == faults[0]["loc"][:1]]
-    fault = max(related, key=lambda fault: len(_path(fault["loc"])))
+    faults = sorted(error.errors(include_url=False, include_context=False), key=_rank)
+    fault = faults[0]
+    if _rank(fault) == _OTHER:
+        # Of the members of a union, the one that came furthest says best what is wrong.
+        related = [each for each in faults if each["loc"][:1] == fault["loc"][:1]]
+        fault = max(related, key=lambda each: len(_path(each["loc"])))
     param = _path(fault["loc"])
     if fault["type"] == "extra_forbidden":
         instead = UNSUPPORTED.get(param)
@@ -212,6 +212,16 @@ def _explained(error: ValidationError) -> ApiError:
         param = words.partition(" ")[0].partition(".")[0]
         return bad_request(words, param=param)
     return bad_request(f"{param}: {words}", param=param)
+
+
+_OTHER = 2
+
+
+def _rank(fault: ErrorDetails) -> int:
+    """A wrong kind of object first, then an unknown field: other faults may come from these."""
+    if fault["loc"][-1:] == ("type",):
+        return 0
+    return 1 if fault["type"] == "extra_forbidden" else _OTHER
 
 
 def _path(location: tuple[int | str, ...]) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+from collections.abc import Sequence, Sized
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -166,6 +167,7 @@ def _completion_fields(body: CompletionRequest, max_tokens: int | None) -> dict[
 
 
 def _logit_bias(given: dict[str, float], limits: SamplingLimits) -> dict[int, float]:
+    _check_count("logit_bias", given)
     for token in given:
         if not re.fullmatch("[0-9]{1,9}", token):
             raise bad_request(f"logit_bias: {token!r:.40} is not a token id; write ids as strings", param="logit_bias")
@@ -174,9 +176,13 @@ def _logit_bias(given: dict[str, float], limits: SamplingLimits) -> dict[int, fl
     return bias
 
 
-def _check_token_ids(name: str, ids: Any, limits: SamplingLimits) -> None:
-    if len(ids) > MAX_TOKEN_LIST:
-        raise bad_request(f"{name} holds {len(ids)} tokens, at most {MAX_TOKEN_LIST} are taken", param=name)
+def _check_count(name: str, tokens: Sized) -> None:
+    if len(tokens) > MAX_TOKEN_LIST:
+        raise bad_request(f"{name} holds {len(tokens)} tokens, at most {MAX_TOKEN_LIST} are taken", param=name)
+
+
+def _check_token_ids(name: str, ids: Sequence[int], limits: SamplingLimits) -> None:
+    _check_count(name, ids)
     wrong = next((token for token in ids if not 0 <= token < limits.vocab_size), None)
     if wrong is not None:
         raise bad_request(f"{name}: token ids go from 0 to {limits.vocab_size - 1}, got {wrong}", param=name)

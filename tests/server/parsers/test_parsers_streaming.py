@@ -73,6 +73,7 @@ HOSTILE = {
     "thoughts of tags": "<think>",
     "DSML": "<｜DSML｜",
     "DSML blocks": "<｜DSML｜function_calls>\n",
+    "space after JSON": "<｜tool▁call▁begin｜>f<｜tool▁sep｜>{}" + " " * 1_000_000,
     "JSON": '<｜tool▁call▁begin｜>f<｜tool▁sep｜>{"a":',
 }
 

@@ -59,7 +59,7 @@ class ToolFormat(ABC):
         self.ends = tuple(filter(None, (self.call_end, self.block_end)))
         block = f"(?:{re.escape(self.block)})" if self.block else "(?!)"
         openings = "|".join(map(re.escape, self.openings))
-        self.opening = re.compile(rf"(?:{block}\s*)?{re.escape(call_open)}|{block}|{openings}")
+        self.opening = re.compile(rf"(?:{block}{SPACE.pattern})?{re.escape(call_open)}|{block}|{openings}")
         """The part of a header that is certainly there."""
 
     @abstractmethod

@@ -41,6 +41,10 @@ class Run:
     at_most: int = 256
     group: str = ""
 
+    @property
+    def pattern(self) -> str:
+        return f"{self.characters}{{{self.at_least},{self.at_most}}}+"  # possessive: never tried shorter
+
 
 SPACE = Run(r"\s")
 
@@ -59,8 +63,7 @@ class Shape:
 def _full(piece: str | Run, grouped: bool = True) -> str:
     if isinstance(piece, str):
         return re.escape(piece)
-    run = f"{piece.characters}{{{piece.at_least},{piece.at_most}}}+"
-    return f"(?P<{piece.group}>{run})" if piece.group and grouped else run
+    return f"(?P<{piece.group}>{piece.pattern})" if piece.group and grouped else piece.pattern
 
 
 def _beginning(piece: str | Run) -> str:

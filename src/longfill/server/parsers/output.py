@@ -15,12 +15,12 @@ from longfill.server.parsers.incoming import SPACE, Incoming, Shape, Steps, Tags
 from longfill.server.parsers.plain_json import DeepSeekV3, DeepSeekV31
 from longfill.server.parsers.tagged import DeepSeekV32, Glm
 
-_TOOLS: dict[str, type[ToolFormat]] = {
-    "glm45": Glm,
-    "glm47": Glm,
-    "deepseek_v3": DeepSeekV3,
-    "deepseek_v31": DeepSeekV31,
-    "deepseek_v32": DeepSeekV32,
+_TOOLS: dict[str, ToolFormat] = {
+    "glm45": Glm(),
+    "glm47": Glm(),
+    "deepseek_v3": DeepSeekV3(),
+    "deepseek_v31": DeepSeekV31(),
+    "deepseek_v32": DeepSeekV32(),
 }
 TOOL_FORMATS = tuple(_TOOLS)
 """Names as of vLLM's --tool-call-parser."""
@@ -78,7 +78,7 @@ def make_parser(
         raise ValueError(f"no reasoning format {reasoning_format!r}; there are {', '.join(REASONING_FORMATS)}")
     if tool_format is not None and tool_format not in _TOOLS:
         raise ValueError(f"no tool format {tool_format!r}; there are {', '.join(TOOL_FORMATS)}")
-    form = _TOOLS[tool_format]() if tool_format and tools else None
+    form = _TOOLS[tool_format] if tool_format and tools else None
     reasons = reasoning_format is not None
     return OutputParser(form, tools or (), reasons=reasons, starts_in_reasoning=starts_in_reasoning)
 

@@ -13,7 +13,7 @@ from longfill.server.parsers.calls import Call, ToolFormat
 from longfill.server.parsers.incoming import SPACE, Incoming, Run, Shape, Steps, Tags
 
 _NAME = Run(r"[^\s<]", 1, group="name")
-_AFTER = re.compile(r"\s*(?:```)?\s*")
+_AFTER = re.compile(r"\s*+(?:```)?\s*+")
 """What may stand between the object and the end of the call: V3 puts it into a fenced block."""
 
 

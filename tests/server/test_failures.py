@@ -1,0 +1,247 @@
+"""What is promised when something dies: the engine, a client, the server itself (API-06, 08, 12, 13, 20)."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+from tests.server.running import Running, running
+
+FLAGS = ("--max-model-len", "20000", "--max-num-batched-tokens", "128", "--num-threads", "1", "--memory-budget", "2GiB")
+LONG = " ".join(f"The access code of amber falcon is {n:05d}." for n in range(1000))
+"""Some 13,000 tokens: a hundred steps."""
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Running]:
+    with running("needle", *FLAGS, log=tmp_path / "log") as server:
+        yield server
+
+
+class Asking(threading.Thread):
+    """A client in a thread of its own; keeps what it got."""
+
+    def __init__(self, server: Running, **body: Any) -> None:
+        super().__init__(daemon=True)
+        self._server = server
+        self._body = {"prompt": LONG, "max_tokens": 40, "ignore_eos": True, **body}
+        self.status = 0
+        self.text = ""
+        self.error: Exception | None = None
+        self.ended = 0.0
+        self.start()
+
+    def run(self) -> None:
+        try:
+            with (
+                httpx.Client(base_url=self._server.url, timeout=120) as client,
+                client.stream("POST", "/v1/completions", json=self._body) as response,
+            ):
+                self.status = response.status_code
+                for part in response.iter_text():
+                    self.text += part
+        except httpx.HTTPError as error:
+            self.error = error
+        self.ended = time.monotonic()
+
+    def result(self, seconds: float) -> Asking:
+        self.join(seconds)
+        assert not self.is_alive(), "no answer"
+        assert self.error is None, self.error
+        return self
+
+    @property
+    def events(self) -> list[str]:
+        return [line.removeprefix("data: ") for line in self.text.splitlines() if line.startswith("data: ")]
+
+
+def test_when_the_engine_is_killed_all_clients_get_5xx_and_the_process_ends_with_an_error(server: Running) -> None:
+    """API-13 and API-08: those in the queue, in their prompt and in their answer; streams get an error and [DONE]."""
+    decoding = Asking(server, stream=True, prompt="The access code", max_tokens=5000)
+    server.wait_for("decode")
+    asking = [Asking(server), Asking(server, stream=True), Asking(server, n=2, temperature=1.0)]
+    deadline = time.monotonic() + 20
+    while len(server.requests()) < 4 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    engine, began = server.engine_pid, time.monotonic()
+    os.kill(engine, signal.SIGKILL)
+    for client in (asking[0], asking[2]):
+        assert client.result(5).status == 500
+        assert json.loads(client.text)["error"]["code"] == "engine_dead"
+    for client in (asking[1], decoding):
+        *_, error, done = client.result(5).events
+        assert json.loads(error)["error"]["code"] == "engine_dead"
+        assert done == "[DONE]"
+    assert server.process.wait(10) == 1
+    assert time.monotonic() - began < 5
+    assert "killed by signal 9" in server.log
+    assert not psutil.pid_exists(engine)
+
+
+def test_a_hung_engine_makes_health_503_within_ten_seconds_and_a_busy_one_does_not(server: Running) -> None:
+    """API-12."""
+    client = Asking(server, stream=True)
+    server.wait_for("prefill")
+    assert server.http.get("/health").status_code == server.http.get("/ready").status_code == 200
+    engine, began = server.engine_pid, time.monotonic()
+    os.kill(engine, signal.SIGSTOP)
+    try:
+        while server.http.get("/health").status_code == 200:
+            assert time.monotonic() - began < 10
+            time.sleep(0.1)
+        answer = server.http.get("/ready")
+        assert answer.status_code == 503
+        assert answer.json()["status"] == "hung"
+    finally:
+        os.kill(engine, signal.SIGCONT)
+    assert client.result(60).events[-1] == "[DONE]"
+    assert server.http.get("/health").status_code == 200
+
+
+def test_sigterm_lets_requests_finish_refuses_others_and_ends_with_zero(server: Running) -> None:
+    """API-20."""
+    asking = [Asking(server, stream=True), Asking(server), Asking(server, prompt="The access code")]
+    server.wait_for("prefill")
+    server.process.send_signal(signal.SIGTERM)
+    while server.http.get("/ready").status_code == 200:
+        time.sleep(0.01)
+    assert server.http.get("/health").status_code == 200
+    late = server.post("/v1/completions", model="needle", prompt="The", max_tokens=1)
+    assert late.status_code == 503
+    assert late.json()["error"]["code"] == "draining"
+    assert int(late.headers["retry-after"]) > 0
+    for client in asking:
+        assert client.result(60).status == 200
+    assert asking[0].events[-1] == "[DONE]"
+    assert json.loads(asking[0].events[-2])["choices"][0]["finish_reason"] == "length"
+    assert json.loads(asking[1].text)["usage"]["completion_tokens"] == 40
+    assert server.process.wait(10) == 0
+
+
+def test_a_second_sigterm_ends_at_once(server: Running) -> None:
+    Asking(server, stream=True, max_tokens=6000)
+    server.wait_for("prefill")
+    engine = server.engine_pid
+    for _ in range(2):
+        server.process.send_signal(signal.SIGTERM)
+        time.sleep(0.2)
+    assert server.process.wait(10) == 0
+    assert not psutil.pid_exists(engine)
+
+
+def test_what_is_not_done_after_the_shutdown_timeout_ends_with_an_error_event(tmp_path: Path) -> None:
+    with running("needle", *FLAGS, "--shutdown-timeout", "1", log=tmp_path / "log") as server:
+        client = Asking(server, stream=True, prompt="The access code", max_tokens=19_000)
+        server.wait_for("decode")
+        server.process.send_signal(signal.SIGTERM)
+        *_, error, done = client.result(20).events
+        assert "error" in json.loads(error)
+        assert done == "[DONE]"
+        assert server.process.wait(10) == 0
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+def test_a_killed_client_gives_its_pages_back(server: Running, stream: bool, phase: str) -> None:
+    """API-06, with a client that can say no goodbye: a process that is killed."""
+    body = {
+        "prompt": LONG if phase == "prefill" else "The access code", "max_tokens": 6000, "ignore_eos": True,
+        "stream": stream,
+    }  # fmt: skip
+    code = "import httpx, sys; httpx.post(sys.argv[1], content=sys.argv[2], timeout=600)"
+    command = [sys.executable, "-c", code, f"{server.url}/v1/completions", json.dumps(body)]
+    with subprocess.Popen(command) as client:
+        server.wait_for(phase)
+        assert server.pages_used() > 0
+        client.kill()
+    assert server.wait_until_idle(10) < 5
+    assert server.post("/v1/completions", prompt="The access code", max_tokens=3).status_code == 200
+
+
+def test_a_client_that_leaves_in_the_queue_leaves_nothing(server: Running) -> None:
+    """n > 1 too; the connection is cut while others run."""
+    running_one = Asking(server, stream=True, max_tokens=100)
+    server.wait_for("prefill")
+    for n in (1, 3):
+        body = json.dumps({"prompt": LONG, "max_tokens": 50, "n": n, "temperature": 1.0}).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+        with socket.create_connection(("127.0.0.1", server.port)) as raw:
+            raw.sendall(head + body)
+            until = time.monotonic() + 10
+            while len(server.requests()) < 2 and time.monotonic() < until:
+                time.sleep(0.01)
+        until = time.monotonic() + 10
+        while len(server.requests()) > 1:
+            assert time.monotonic() < until
+            time.sleep(0.01)
+    assert running_one.result(60).events[-1] == "[DONE]"
+    server.wait_until_idle()
+
+
+def test_the_engine_ends_with_a_killed_server(server: Running) -> None:
+    engine = psutil.Process(server.engine_pid)
+    server.process.kill()
+    _, alive = psutil.wait_procs([engine], timeout=10)
+    assert not alive
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("/nowhere/at/all",), "/nowhere/at/all"),
+        (("needle", "--max-model-len", "99999999"), "--max-model-len"),
+        (("needle", "--heartbeat-timeout", "1"), "--heartbeat-timeout"),
+        (("needle", "--max-body-size", "many"), "--max-body-size"),
+        (("needle", "--tool-call-parser", "nonsense"), "--tool-call-parser"),
+        (("needle", "--chat-template", "{% broken"), "template"),
+        (("needle", "--api-key", ""), "--api-key"),
+    ],
+)
+def test_what_cannot_be_served_is_one_line_and_exit_code_2(
+    tmp_path: Path, flags: tuple[str, ...], message: str
+) -> None:
+    with pytest.raises(AssertionError) as error, running(*flags, log=tmp_path / "log"):
+        pass
+    text = (tmp_path / "log").read_text()
+    assert message in text.splitlines()[-1], error
+    assert text.splitlines()[-1].startswith("longfill: error: ")
+    assert "Traceback" not in text
+
+
+def test_a_port_in_use_is_said_before_the_model_is_loaded(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = str(other.getsockname()[1])
+        with contextlib.suppress(AssertionError), running("needle", "--port", port, log=tmp_path / "log"):
+            pytest.fail("it has started")
+    text = (tmp_path / "log").read_text()
+    assert f"--port {port}: cannot be had" in text
+    assert "kernels" not in text
+
+
+def test_a_signal_while_the_model_is_loaded_ends_it(tmp_path: Path) -> None:
+    code = "from longfill.cli.main import main; main()"
+    command = [sys.executable, "-c", code, "serve", "needle", "--host", "127.0.0.1", "--port", "0"]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    with (tmp_path / "log").open("wb") as log:
+        process = subprocess.Popen(command, stderr=log, env=environment)
+    until = time.monotonic() + 60
+    while not (children := psutil.Process(process.pid).children()):
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(20) == 0
+    _, alive = psutil.wait_procs(children, timeout=10)
+    assert not alive
