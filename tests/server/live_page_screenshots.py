@@ -33,7 +33,7 @@ def tokens(count: int, seed: int) -> list[int]:
 def main(folder: Path) -> None:
     """Write dark.png, light.png and phone.png."""
     folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory() as scratch, chromium() as browser:
+    with tempfile.TemporaryDirectory() as scratch, chromium() as browser:  # noqa: SIM117
         with running("needle", *FLAGS, log=Path(scratch) / "log") as server:
             Generation(server.url, "warm-up", tokens(16_000, 1), 1).run()
             pages = {name: browser.new_context(**view).new_page() for name, view in VIEWS.items()}
