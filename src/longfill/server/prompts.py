@@ -134,6 +134,7 @@ class Prompter:
     def __init__(self, tokenizer: Tokenizer | None, chat_template: str | None) -> None:
         self.tokenizer = tokenizer
         self.templates = _templates(tokenizer, chat_template)
+        self.templates.compile()  # one that is broken is said at start, not to the first client
 
     def need_tokenizer(self, what: str) -> Tokenizer:
         """The tokenizer. Raises ApiError where the server runs without one."""
