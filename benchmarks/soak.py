@@ -26,9 +26,9 @@ MOST_GROWTH = 0.02
 MOST_FDS = 8
 """File descriptors more at the end than at the start: of connections that are kept open."""
 FLAGS = (
-    "needle", "--max-model-len", "20000", "--num-gpu-blocks-override", "700", "--max-num-batched-tokens", "2048",
+    "needle", "--max-model-len", "20000", "--num-gpu-blocks-override", "400", "--max-num-batched-tokens", "2048",
 )  # fmt: skip
-"""A small pool, so that all of it is in use within a minute, and prompts are evicted and preempted."""
+"""A small pool: all of it is in use within a minute, prefixes are evicted, and long prompts wait for pages."""
 LONG_PROMPT = 12000
 
 

@@ -96,7 +96,8 @@ class Traffic:
                 await self._kinds[kind][1]()
             except WrongError as error:
                 self.tally.complain(kind, str(error))
-            except (httpx.HTTPError, StreamError) as error:
+            except (httpx.HTTPError, StreamError, ValueError, LookupError, TypeError) as error:
+                # No answer, or one of another shape.
                 self.tally.complain(kind, f"{type(error).__name__}: {error}")
 
     # What is sent.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import re
 import signal
 import subprocess
@@ -117,6 +118,7 @@ class SoakServer:
 @contextlib.contextmanager
 def soak_server(flags: Sequence[str]) -> Iterator[SoakServer]:
     """A server on a free port. Raises RuntimeError, with its log, where it does not start."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-c", "from longfill.cli.main import main; main()", "serve", *flags]
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "serve.log"
@@ -124,6 +126,7 @@ def soak_server(flags: Sequence[str]) -> Iterator[SoakServer]:
             process = subprocess.Popen(
                 [*command, "--host", "127.0.0.1", "--port", "0", "--log-level", "warning"],
                 stdin=subprocess.DEVNULL, stdout=output, stderr=output,
+                env=environment,
             )  # fmt: skip
         children: list[psutil.Process] = []
         try:

@@ -20,6 +20,10 @@ T = TypeVar("T")
 
 DONE = b"data: [DONE]\n\n"
 KEEPALIVE = b": keepalive\n\n"
+_AFTER_COMMENT = b":\n\n"
+"""Before the first frame after a comment. Clients that cut the white space off each piece they read (vLLM's load
+generator) lose the end of a comment that came alone, and would take the frame for its continuation.
+"""
 
 
 class ClientGoneError(Exception):
@@ -75,11 +79,15 @@ class FrameSender:
         self._send = send
         self._lock = asyncio.Lock()
         self._sent_at = time.monotonic()
+        self._after_comment = False
 
     async def send(self, frame: bytes) -> None:
         """Send one frame; waits where the client reads slowly."""
         async with self._lock:
-            await self._send({"type": "http.response.body", "body": frame, "more_body": True})
+            comment = frame == KEEPALIVE
+            body = _AFTER_COMMENT + frame if self._after_comment and not comment else frame
+            self._after_comment = comment
+            await self._send({"type": "http.response.body", "body": body, "more_body": True})
             self._sent_at = time.monotonic()
 
     async def keep_alive(self, interval: float) -> None:
