@@ -11,7 +11,6 @@ import re
 from collections.abc import Mapping
 
 import msgspec
-from starlette.requests import Request
 from starlette.responses import Response
 
 from longfill.errors import CapacityError, EngineDeadError, LongfillError, OverloadedError, RequestError
@@ -110,8 +109,3 @@ def _field_of(message: str) -> str | None:
     """The field that a RequestError begins with ("n must be ...", "messages[2]: ..."), if it does."""
     field = re.match(r"([a-z_][\w.\[\]]*)(: | must be )", message)
     return field[1] if field else None
-
-
-async def answer_api_error(_request: Request, error: Exception) -> Response:
-    """Exception handler for `ApiError` and everything else that a route raises."""
-    return as_api_error(error).response()
