@@ -152,13 +152,6 @@ class EngineClient:
         self._send(request, token_ids.tobytes())
         return stream
 
-    def abort(self, request_id: str) -> bool:
-        """End a request; its stream ends with what it has. False for one that is not there."""
-        if request_id not in self.streams:
-            return False
-        self._abort(request_id)
-        return True
-
     async def stop(self) -> None:
         """End the engine's process, by force if need be; streams that are left end with EngineDeadError."""
         self._stopping = True
@@ -166,7 +159,7 @@ class EngineClient:
             with contextlib.suppress(zmq.ZMQError):
                 self._send(Stop())
         await self._wait_for_exit()
-        self.end_streams("the server has stopped")
+        self.end_streams(EngineDeadError("the server has stopped"))
         for task in self._tasks:
             task.cancel()
         self._context.destroy(linger=0)
@@ -200,21 +193,27 @@ class EngineClient:
 
     async def _listen(self) -> None:
         """Book what the engine says until it fails."""
-        while True:
-            message = await self._receive()
-            if isinstance(message, StepOutputs):
-                self._book(message)
-            elif isinstance(message, Heartbeat):
-                if message.work != self._work:
-                    self._work, self._advanced = message.work, time.monotonic()
-                self.ledger = message.ledger
-            elif isinstance(message, RequestRefused):
-                stream = self.streams.pop(message.request_id, None)
-                if stream is not None:
-                    stream.fail(RequestError(message.message))
-            elif isinstance(message, EngineFailed):
-                self._fail(message.message)
-                return
+        try:
+            while self._failure is None:
+                self._hear(await self._receive())
+        except Exception as error:
+            # Nobody would hear the engine any more, and clients would wait for ever.
+            logger.exception("what the engine said could not be booked")
+            self._fail(f"what the engine said could not be booked ({type(error).__name__}: {error})")
+
+    def _hear(self, message: FromEngine) -> None:
+        if isinstance(message, StepOutputs):
+            self._book(message)
+        elif isinstance(message, Heartbeat):
+            if message.work != self._work:
+                self._work, self._advanced = message.work, time.monotonic()
+            self.ledger = message.ledger
+        elif isinstance(message, RequestRefused):
+            stream = self.streams.pop(message.request_id, None)
+            if stream is not None:
+                stream.fail(RequestError(message.message))
+        elif isinstance(message, EngineFailed):
+            self._fail(message.message)
 
     def _book(self, message: StepOutputs) -> None:
         self.ledger = message.ledger
@@ -244,12 +243,11 @@ class EngineClient:
     async def _died(self) -> None:
         """Wait for the process to end; without having been told to, that is a failure."""
         assert self._process is not None
-        ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        loop, ended = asyncio.get_running_loop(), asyncio.Event()
         handle = os.dup(self._process.sentinel)  # readable once the process is gone
-        loop = asyncio.get_running_loop()
-        loop.add_reader(handle, ended.cancel)
+        loop.add_reader(handle, ended.set)
         try:
-            await asyncio.wait({ended})
+            await ended.wait()
         finally:
             loop.remove_reader(handle)
             os.close(handle)
@@ -262,14 +260,14 @@ class EngineClient:
             return
         self._failure = why
         logger.error("the engine has failed: %s", why)
-        self.end_streams(why)
+        self.end_streams(EngineDeadError(why))
         if self.on_failure is not None:
             self.on_failure()
 
-    def end_streams(self, why: str) -> None:
-        """Have every stream end with EngineDeadError."""
+    def end_streams(self, error: Exception) -> None:
+        """Have every stream end with an exception."""
         for stream in self.streams.values():
-            stream.fail(EngineDeadError(why))
+            stream.fail(error)
         self.streams.clear()
 
     def _exit_words(self) -> str:

@@ -14,7 +14,8 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any, TypeVar
 
 import uvicorn
 
@@ -27,9 +28,12 @@ from longfill.server.app import make_app
 from longfill.server.args import ServerArgs
 from longfill.server.cache_report import CacheReports
 from longfill.server.client import EngineClient
+from longfill.server.errors import ApiError
 from longfill.server.metrics import Metrics
 from longfill.server.routes_system import effective_config
 from longfill.server.state import AppState
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +87,8 @@ async def _serve(
         try:
             began = time.monotonic()
             await _or_interrupt(client.start(), interrupted)
-            state = await asyncio.to_thread(_state, client, args, server_args, time.monotonic() - began)
+            loaded = asyncio.to_thread(_state, client, args, server_args, time.monotonic() - began)
+            state = await _or_interrupt(loaded, interrupted)
             server = _Server(state, listener, on_ready)
             return await server.run()
         except _InterruptedError:
@@ -132,16 +137,15 @@ def _interrupts() -> Iterator[asyncio.Event]:
             loop.remove_signal_handler(number)
 
 
-async def _or_interrupt(work: object, event: asyncio.Event) -> None:
-    """Wait for `work`, or raise _InterruptedError where the event comes first."""
-    assert asyncio.iscoroutine(work)
+async def _or_interrupt(work: Coroutine[Any, Any, T], event: asyncio.Event) -> T:
+    """The result of `work`. Raises _InterruptedError where the event comes first."""
     task, waits = asyncio.ensure_future(work), asyncio.ensure_future(event.wait())
     await asyncio.wait({task, waits}, return_when=asyncio.FIRST_COMPLETED)
     waits.cancel()
     if not task.done():
         task.cancel()
         raise _InterruptedError
-    await task
+    return task.result()
 
 
 class _Server(uvicorn.Server):
@@ -214,7 +218,8 @@ class _Server(uvicorn.Server):
             await asyncio.sleep(0.05)
         if tickets:
             logger.warning("%d requests are not done after --shutdown-timeout and are aborted", len(tickets))
-            self._state.client.end_streams("the server is being stopped, and --shutdown-timeout has passed")
+            words = "the server is being stopped, and --shutdown-timeout has passed"
+            self._state.client.end_streams(ApiError(503, words, code="draining"))
             await asyncio.sleep(_ANSWER_SECONDS)
         self._end()
 
