@@ -53,7 +53,7 @@ def test_leaving_in_the_prefill_frees_all_pages_at_once(tiny_server: Running, st
 @pytest.mark.parametrize("stream", [False, True])
 def test_leaving_while_the_prompt_is_made_is_noticed(tiny_server: Running, stream: bool) -> None:
     messages = [{"role": "user", "content": "a"}]
-    _leave(tiny_server, "tokenising", messages=messages, stream=stream, chat_template_kwargs={"slow": 60_000})
+    _leave(tiny_server, "tokenising", messages=messages, stream=stream, chat_template_kwargs={"slow": 30_000})
     assert tiny_server.wait_until_idle() < 1
     assert tiny_server.post("/v1/completions", prompt="a", max_tokens=1).status_code == 200
 

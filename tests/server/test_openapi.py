@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -88,9 +89,12 @@ def test_schemathesis_finds_no_5xx(short_server: Running) -> None:
         *("--checks", "not_a_server_error", "--max-examples", "50", "--phases", "examples,coverage,fuzzing"),
         # The live page's feed never ends. A deadline of milliseconds is met with 504, as it should be.
         *("--exclude-path", "/v1/live", "--request-timeout", "60", "--seed", "1", "--continue-on-failure"),
+        *("--suppress-health-check", "all"),
     ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=1200, check=False)
-    failures = [line for line in done.stdout.splitlines() if "Server error" in line or "[5" in line]
-    assert not [line for line in failures if "[504]" not in line], done.stdout[-6000:]
-    assert "chat/completions" in done.stdout or "operations" in done.stdout, done.stdout[-2000:] + done.stderr[-2000:]
+    statuses = re.findall(r"^\[(5\d\d)\]", done.stdout, re.M)
+    assert set(statuses) <= {"504"}, done.stdout[-6000:]
+    # All of its phases ran: without this, a wrong flag would look like success.
+    assert "Fuzzing" in done.stdout, done.stdout[-2000:] + done.stderr[-2000:]
+    assert "Unresolvable" not in done.stdout
     assert short_server.post("/v1/completions", prompt="a", max_tokens=1).status_code == 200

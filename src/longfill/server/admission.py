@@ -29,7 +29,7 @@ class Admission:
         self.num_queued_tokens = 0
         self.num_rejected = {"reqs": 0, "tokens": 0}
 
-    def enter(self, request_id: str, endpoint: str) -> Ticket:
+    def enter(self, request_id: str, endpoint: str, tenant: str = "") -> Ticket:
         """A request has come. Raises OverloadedError where there is no room."""
         if self.num_queued_reqs >= self._max_reqs:
             raise self._overloaded("reqs", f"{self.num_queued_reqs:,} requests wait already (--max-num-queued-reqs)")
@@ -38,7 +38,7 @@ class Admission:
                 "tokens", f"{self.num_queued_tokens:,} prompt tokens wait already (--max-num-queued-tokens)"
             )
         self.num_queued_reqs += 1
-        ticket = Ticket(self, request_id, endpoint)
+        ticket = Ticket(self, request_id, endpoint, tenant)
         self.tickets[id(ticket)] = ticket
         return ticket
 
@@ -75,9 +75,10 @@ class Admission:
 class Ticket:
     """One request's place: queued (its tokens too, once they are counted), then running, then gone."""
 
-    def __init__(self, admission: Admission, request_id: str, endpoint: str) -> None:
+    def __init__(self, admission: Admission, request_id: str, endpoint: str, tenant: str = "") -> None:
         self.request_id = request_id
         self.endpoint = endpoint
+        self.tenant = tenant
         self.arrival = time.monotonic()
         self.stream = False
         """Whether the client reads a stream."""

@@ -71,11 +71,12 @@ class CacheReports:
         self._prompts: OrderedDict[str, tuple[tuple[str, str], Ids]] = OrderedDict()
         """Oldest first."""
         self._tokens = 0
-        self._reports: OrderedDict[str, PrefixCacheReport] = OrderedDict()
+        self._reports: OrderedDict[str, tuple[str, PrefixCacheReport]] = OrderedDict()
+        """With the tenant whose prompt it is about."""
         self._lock = threading.Lock()
 
-    def last(self, request_id: str) -> PrefixCacheReport | None:
-        """The report on a request, if it is not long ago."""
+    def last(self, request_id: str) -> tuple[str, PrefixCacheReport] | None:
+        """The tenant of a request and the report on it, if it is not long ago."""
         with self._lock:
             return self._reports.get(request_id)
 
@@ -142,7 +143,7 @@ class CacheReports:
 
     def _keep(self, request_id: str, key: tuple[str, str], ids: Ids, report: PrefixCacheReport) -> None:
         with self._lock:
-            self._reports[request_id] = report
+            self._reports[request_id] = (key[0], report)
             while len(self._reports) > MAX_REPORTS:
                 self._reports.popitem(last=False)
             replaced = self._prompts.pop(request_id, None)

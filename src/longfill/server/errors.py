@@ -14,7 +14,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from longfill.errors import CapacityError, EngineDeadError, OverloadedError, RequestError
+from longfill.errors import CapacityError, EngineDeadError, LongfillError, OverloadedError, RequestError
 
 logger = logging.getLogger(__name__)
 
@@ -97,6 +97,9 @@ def as_api_error(error: BaseException) -> ApiError:
         return ApiError(429, str(error), code="overloaded", headers={"Retry-After": str(error.retry_after)})
     if isinstance(error, EngineDeadError):
         return ApiError(500, f"the engine has failed: {error}", code="engine_dead")
+    if isinstance(error, LongfillError):
+        logger.error("a request failed: %s", error)
+        return ApiError(500, str(error), code="internal_error")
     logger.error("a request failed inside the server", exc_info=error)
     return ApiError(
         500, "internal error of the server; its log has the traceback, please report it", code="internal_error"

@@ -29,6 +29,8 @@ GENERATES = frozenset({"/v1/completions", "/v1/chat/completions"})
 OPEN = frozenset({"/", "/health", "/ready", "/metrics", "/version"})
 """Paths that ask for no key, as in vLLM; so do the live page's files."""
 _ID = re.compile(r"[\x21-\x7e]{1,128}")
+_CLIENT_CLOSED = 499
+"""nginx's status for an answer that nobody is there to read."""
 BODY_TIMEOUT = 60.0
 """Seconds that a client may let pass between two parts of its body."""
 
@@ -64,7 +66,7 @@ class Gate:
             }
             body = _Body(receive, self._limit(headers))
             if scope["path"] in GENERATES and scope["method"] == "POST":
-                ticket = values["ticket"] = self._ticket(request_id, scope["path"])
+                ticket = values["ticket"] = self._ticket(request_id, scope["path"], values["tenant"])
             await self._app(scope, body, answer)
         except (ApiError, OverloadedError) as error:
             if answer.begun:
@@ -73,6 +75,28 @@ class Gate:
         finally:
             if ticket is not None:
                 ticket.leave()
+                self._note(ticket, answer)
+
+    def _note(self, ticket: Ticket, answer: _Answer) -> None:
+        """Count and log what became of a request."""
+        if not answer.complete or answer.status == _CLIENT_CLOSED:
+            self._state.metrics.disconnected()
+            became = "the client left"
+        else:
+            became = str(answer.status)
+        streams = ticket.streams
+        first = max((stream.first_token or 0.0 for stream in streams), default=0.0)
+        logger.info(
+            "%s %s: %s, %d prompt tokens (%d cached), %d generated, first after %s, all after %.3f s",
+            ticket.endpoint,
+            ticket.request_id,
+            became,
+            sum(stream.num_prompt_tokens for stream in streams),
+            sum(stream.num_cached_tokens or 0 for stream in streams),
+            sum(stream.num_output_tokens for stream in streams),
+            f"{first - ticket.arrival:.3f} s" if first else "none",
+            time.monotonic() - ticket.arrival,
+        )
 
     def _tenant(self, path: str, headers: Headers) -> str:
         """Whose request it is: the number of its key. Raises ApiError for a key that is missing or wrong."""
@@ -95,7 +119,7 @@ class Gate:
             raise _too_large(limit, f"{int(length):,} bytes")
         return limit
 
-    def _ticket(self, request_id: str, path: str) -> Ticket:
+    def _ticket(self, request_id: str, path: str, tenant: str) -> Ticket:
         state = self._state
         if state.client.failure is not None:
             raise ApiError(500, f"the engine has failed: {state.client.failure}", code="engine_dead")
@@ -104,7 +128,7 @@ class Gate:
                 503, "the server is being stopped and takes no new request", code="draining",
                 headers={"Retry-After": "5"},
             )  # fmt: skip
-        return state.admission.enter(request_id, path)
+        return state.admission.enter(request_id, path, tenant)
 
 
 def _refusal(error: ApiError | OverloadedError) -> ApiError:
@@ -122,20 +146,24 @@ def _too_large(limit: int, what: str) -> ApiError:
 
 
 class _Answer:
-    """`send` that adds the request id (which a body may have brought), and knows whether an answer has begun."""
+    """`send` that adds the request id (which a body may have brought), and knows how far an answer is."""
 
     def __init__(self, send: Send, scope: Scope) -> None:
         self._send = send
         self._scope = scope
         self.begun = False
+        self.complete = False
+        self.status = 0
 
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
-            self.begun = True
+            self.begun, self.status = True, message["status"]
             request_id = self._scope.get("state", {}).get("request_id")
             if request_id is not None:
                 MutableHeaders(scope=message)["x-request-id"] = request_id
         await self._send(message)
+        if message["type"] == "http.response.body" and not message.get("more_body", False):
+            self.complete = True
 
 
 class _Body:

@@ -13,12 +13,13 @@ from importlib.resources import files
 from typing import Any
 
 import msgspec
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
 from fastapi.responses import FileResponse, Response, StreamingResponse
 
 import longfill
+from longfill.server.errors import ApiError
 from longfill.server.messages import StepRecord
-from longfill.server.routes_system import MOST_REQUESTS, request_list
+from longfill.server.routes_system import MOST_REQUESTS, OPERATOR, request_list, sees
 from longfill.server.state import AppState
 
 UPDATE_SECONDS = 0.25
@@ -35,7 +36,9 @@ def live_router(state: AppState) -> APIRouter:
     readers = _Readers(state)
 
     @router.get("/v1/live", summary="Server-sent events of steps and requests", response_class=Response)
-    async def live() -> Response:
+    async def live(request: Request) -> Response:
+        if not sees(request, OPERATOR):
+            raise ApiError(403, "the feed shows everybody's requests: it needs the first key", code="not_the_operator")
         if readers.count >= _MOST_READERS:
             return Response(f"{_MOST_READERS} pages are open already", 503)
         return StreamingResponse(readers.read(), media_type="text/event-stream", headers=_HEADERS)

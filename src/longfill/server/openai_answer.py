@@ -71,6 +71,12 @@ class AnswerHead:
         )
 
     @property
+    def includes_usage(self) -> bool:
+        """Whether a stream's last frame has the usage."""
+        options = self.body.stream_options
+        return options is not None and bool(options.include_usage)
+
+    @property
     def kv_transfer_params(self) -> dict[str, Any] | UnsetType:
         """What the request brought, as whoever moves KV left it."""
         return next((s.kv_transfer_params for s in self.prompts if s.kv_transfer_params is not None), UNSET)
@@ -90,7 +96,7 @@ class Answer(Protocol):
         ...
 
     def last(self) -> Struct:
-        """The frame with the usage of the whole, which has no choices."""
+        """The frame behind all others, which has no choices: the usage, if a stream asked for it."""
         ...
 
     def whole(self) -> Struct:
@@ -106,7 +112,7 @@ def raise_if_failed(part: CompletionDelta) -> None:
 
 def stream_usage(head: AnswerHead, now: Callable[[], Usage]) -> Usage | UnsetType | None:
     """What a frame that is not the last one has under usage; `now` counts so far."""
-    options = head.body.stream_options
-    if options is None or not options.include_usage:
+    if not head.includes_usage:
         return UNSET
-    return now() if options.continuous_usage_stats else None
+    options = head.body.stream_options
+    return now() if options is not None and options.continuous_usage_stats else None

@@ -10,10 +10,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack, asynccontextmanager
 
-from msgspec import Struct
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
@@ -31,9 +30,9 @@ from longfill.server.protocol_responses import encode
 from longfill.server.streams import RequestStream
 
 HEADERS_WITHIN = 0.7
-"""Seconds in which an error still gets a status of its own; then a stream's headers go out."""
+"""Seconds from the end of the body in which an error still gets a status; then a stream's headers go out."""
 _LARGE_ANSWER = 4096
-"""An answer that shows more prompt tokens than this is written in a thread."""
+"""What shows more tokens of a prompt than this is written in a thread."""
 
 
 async def answer(request: Request, endpoint: Endpoint, serving: OpenAIServing) -> Response:
@@ -42,6 +41,7 @@ async def answer(request: Request, endpoint: Endpoint, serving: OpenAIServing) -
         body = await request.body()
     except ClientDisconnect:
         return Response(status_code=499)
+    headers_until = time.monotonic() + HEADERS_WITHIN
     call = Call(request, endpoint, serving)
     watch = ClientWatch(request)
     handed_over = False
@@ -51,7 +51,7 @@ async def answer(request: Request, endpoint: Endpoint, serving: OpenAIServing) -
             return await watch.guard(call.whole())
         begin = asyncio.ensure_future(call.begin())
         with contextlib.suppress(TimeoutError):
-            await watch.guard(begin, max(call.arrival + HEADERS_WITHIN - time.monotonic(), 0))
+            await watch.guard(begin, max(headers_until - time.monotonic(), 0))
         handed_over = True
         return SseResponse(lambda sender: call.stream(sender, begin), watch, call.close, serving.sse_keepalive_interval)
     except ClientGoneError:
@@ -148,15 +148,20 @@ class Call:
         await self.begin()
         async with self._in_time():
             async for index, delta in self._deltas():
-                self._take(index, delta)
+                await self._take(index, delta)
             await self._explain()
-            shows = self.body.prompt_logprobs is not None or self.body.return_token_ids
-            large = shows and sum(stream.num_prompt_tokens for stream in self._streams) > _LARGE_ANSWER
-            content = await self._serving.lanes.run(self._size, self._encoded) if large else self._encoded()
+            content = await self._written(self._encoded)
         return Response(content, media_type="application/json")
 
     def _encoded(self) -> bytes:
         return encode(self._answer.whole())
+
+    async def _written(self, write: Callable[[], bytes]) -> bytes:
+        """What `write` returns, from a thread where it shows many tokens of a prompt."""
+        body = self.body
+        shows = body.prompt_logprobs is not None or body.return_token_ids or getattr(body, "echo", None)
+        longest = max(stream.num_prompt_tokens for stream in self._streams)
+        return await self._serving.lanes.run(self._size, write) if shows and longest > _LARGE_ANSWER else write()
 
     async def stream(self, sender: FrameSender, begin: asyncio.Future[None]) -> None:
         """Send all frames, the last of which is [DONE] whatever happens."""
@@ -178,15 +183,14 @@ class Call:
         self, sender: FrameSender, progress: ProgressFrames | None, reporter: asyncio.Task[None] | None
     ) -> None:
         async for index, delta in self._deltas():
-            frames = self._take(index, delta)
+            frames = await self._take(index, delta)
             if progress is not None and reporter is not None and self._waiting == 0:
                 await cancelled(reporter)
-                frames = [self._answer.progress(progress.last()), *frames]
+                frames = data(encode(self._answer.progress(progress.last()))) + frames
                 progress = None
             if frames:
-                await sender.send(b"".join(data(encode(frame)) for frame in frames))
-        options = self.body.stream_options
-        if (options is not None and options.include_usage) or self.body.kv_transfer_params is not None:
+                await sender.send(frames)
+        if self._answer.head.includes_usage or self.body.kv_transfer_params is not None:
             await self._explain()
             await sender.send(data(encode(self._answer.last())))
 
@@ -220,11 +224,16 @@ class Call:
     def _wait_for(self, index: int) -> None:
         self._pending[asyncio.ensure_future(self._streams[index].next())] = index
 
-    def _take(self, index: int, delta: OutputDelta) -> list[Struct]:
-        """Add a delta to the answer; returns the frames of a stream that show it."""
+    async def _take(self, index: int, delta: OutputDelta) -> bytes:
+        """Add a delta to the answer; returns the frames that show it, if this is a stream."""
         state = self._answer.head.prompts[index]
         waited = not state.started
-        frames = list(self._answer.take(index, delta))
+
+        def write() -> bytes:
+            frames = self._answer.take(index, delta)
+            return b"".join(data(encode(frame)) for frame in frames) if self.body.stream else b""
+
+        frames = await self._written(write) if waited else write()
         if waited and state.started:
             self._waiting -= 1
             self._reports[index] = asyncio.create_task(self._report(index, state))

@@ -201,7 +201,7 @@ class ChatAnswer:
     def last(self) -> Struct:
         """The usage frame."""
         frame = self._frame([])
-        frame.usage = self._usage()
+        frame.usage = self._usage() if self.head.includes_usage else UNSET
         frame.kv_transfer_params = self.head.kv_transfer_params
         frame.prefix_cache = self.head.prefix_cache
         return frame

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from msgspec import Struct
+from msgspec import UNSET, Struct
 
 from longfill.server.messages import CompletionDelta, OutputDelta
 from longfill.server.openai_answer import AnswerHead, PromptState, raise_if_failed, stream_usage
@@ -125,7 +125,7 @@ class CompletionAnswer:
     def last(self) -> Struct:
         """The usage frame."""
         frame = self._frame([])
-        frame.usage = self.head.usage()
+        frame.usage = self.head.usage() if self.head.includes_usage else UNSET
         frame.kv_transfer_params = self.head.kv_transfer_params
         frame.prefix_cache = self.head.prefix_cache
         return frame

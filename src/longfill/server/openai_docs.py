@@ -68,7 +68,7 @@ def _without_references(schema: dict[str, Any]) -> dict[str, Any]:
         if not isinstance(part, dict):
             return part
         if "$ref" in part:
-            rest = {name: value for name, value in part.items() if name != "$ref"}
+            rest = {name: value for name, value in part.items() if name not in ("$ref", "$defs")}
             return {**resolved(definitions[part["$ref"].rpartition("/")[2]]), **rest}
         return {name: resolved(value) for name, value in part.items() if name not in ("$defs", "discriminator")}
 

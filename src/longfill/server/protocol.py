@@ -9,11 +9,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    ValidationError,
+    WithJsonSchema,
+    model_validator,
+)
 from pydantic_core import ErrorDetails
 
 from longfill.server.errors import ApiError, bad_request
 
+T = TypeVar("T")
+Items = Annotated[list[T], Field(fail_fast=True)]
+"""A list in which the first wrong element is the error: a hundred thousand of them would take long to explain."""
 RequestId = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._:/-]{1,128}$")]
 
 
@@ -41,7 +52,7 @@ class StructuredOutputsBody(Body):
 
     json_: dict[str, Any] | str | None = Field(None, alias="json", description="A JSON schema")
     regex: str | None = None
-    choice: list[str] | None = Field(None, description="The output is one of these")
+    choice: Items[str] | None = Field(None, description="The output is one of these")
     grammar: str | None = Field(None, description="A Lark grammar")
     json_object: bool | None = Field(None, description="Any JSON object")
 
@@ -89,10 +100,12 @@ class GenerationBody(Body):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = Field(None, description="Token id (as a string) to a number in [-100, 100]")
+    logit_bias: Annotated[
+        dict[str, Any] | None, WithJsonSchema({"type": ["object", "null"], "additionalProperties": {"type": "number"}})
+    ] = Field(None, description="Token id (as a string) to a number in [-100, 100]")
     seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop: str | Items[str] | None = None
+    stop_token_ids: Items[int] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     max_tokens: int | None = None
@@ -115,7 +128,7 @@ class GenerationBody(Body):
     user: str | None = Field(None, description="No effect")
     safety_identifier: str | None = Field(None, description="No effect")
     prompt_cache_key: str | None = Field(None, description="No effect: this server has one cache for all prompts")
-    metadata: dict[str, str] | None = Field(None, description="No effect")
+    metadata: dict[str, Any] | None = Field(None, description="No effect")
     store: Literal[False] | None = Field(None, description="Nothing is stored")
     service_tier: Literal["auto", "default"] | None = Field(None, description="No effect: there is one tier")
 

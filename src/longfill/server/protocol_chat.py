@@ -11,7 +11,7 @@ from typing import Any, Literal, Self
 import msgspec
 from pydantic import Field, field_validator, model_validator
 
-from longfill.server.protocol import Body, GenerationBody
+from longfill.server.protocol import Body, GenerationBody, Items
 
 FunctionName = str
 
@@ -57,9 +57,9 @@ class Message(Body):
     """One message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: str | Items[TextPart] | None = None
     name: str | None = None
-    tool_calls: list[MessageToolCall] | None = None
+    tool_calls: Items[MessageToolCall] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = Field(None, description="Another name of reasoning_content")
@@ -146,8 +146,8 @@ class Thinking(Body):
 class ChatFields(Body):
     """What makes a conversation into a prompt; /tokenize takes these too."""
 
-    messages: list[Message] = Field(min_length=1)
-    tools: list[Tool] | None = None
+    messages: Items[Message] = Field(min_length=1)
+    tools: Items[Tool] | None = None
     add_generation_prompt: bool | None = Field(None, description="Default: true, unless continue_final_message is set")
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="Variables for the chat template")

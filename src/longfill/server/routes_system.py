@@ -10,8 +10,9 @@ import dataclasses
 import time
 from typing import Any
 
+import msgspec
 import psutil
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
 import longfill
@@ -19,6 +20,8 @@ from longfill.server.admission import Ticket
 from longfill.server.errors import ApiError
 from longfill.server.state import AppState
 
+OPERATOR = "key-0"
+"""Who brings the first of several keys."""
 MOST_REQUESTS = 200
 """That a list shows; a count stands beside it."""
 
@@ -59,21 +62,32 @@ def system_router(state: AppState) -> APIRouter:
         return effective_config(state)
 
     @router.get("/v1/requests", summary="Unfinished requests, oldest first, and how far each is")
-    async def requests() -> dict[str, Any]:
-        return {"object": "list", "data": request_list(state), "num_requests": len(state.admission.tickets)}
+    async def requests(request: Request) -> dict[str, Any]:
+        shown = _visible(state, request)
+        data = [request_object(ticket) for ticket in shown[:MOST_REQUESTS]]
+        return {"object": "list", "data": data, "num_requests": len(shown)}
 
-    @router.get("/v1/requests/{request_id}", summary="One unfinished request", responses={404: {}})
-    async def one_request(request_id: str) -> dict[str, Any]:
-        found = [ticket for ticket in state.admission.tickets.values() if ticket.request_id == request_id]
-        if not found:
+    @router.get(
+        "/v1/requests/{request_id}",
+        summary="One request, and how much of its prompt was cached and why",
+        responses={404: {}},
+    )
+    async def one_request(request_id: str, request: Request) -> dict[str, Any]:
+        found = [ticket for ticket in _visible(state, request) if ticket.request_id == request_id]
+        tenant, report = state.cache_reports.last(request_id) or ("", None)
+        known = report is not None and sees(request, tenant)
+        cache = {"prefix_cache": msgspec.to_builtins(report)} if known else {}
+        if found:
+            return request_object(found[0]) | cache
+        if not known:
             raise _unknown(request_id)
-        return request_object(found[0])
+        return {"id": request_id, "state": "ended"} | cache
 
     @router.post(
         "/v1/requests/{request_id}/abort", summary="End a request; its client gets what it has", responses={404: {}}
     )
-    async def abort(request_id: str) -> dict[str, Any]:
-        found = [ticket for ticket in state.admission.tickets.values() if ticket.request_id == request_id]
+    async def abort(request_id: str, request: Request) -> dict[str, Any]:
+        found = [ticket for ticket in _visible(state, request) if ticket.request_id == request_id]
         if not found:
             raise _unknown(request_id)
         for ticket in found:
@@ -102,6 +116,17 @@ def effective_config(state: AppState) -> dict[str, Any]:
         "block_size": ready.page_size,
         "num_gpu_blocks": ready.num_pages,
     }
+
+
+def sees(request: Request, tenant: str) -> bool:
+    """Whether a client may know of a tenant's requests: its own, and with the first key all."""
+    own: str = request.state.tenant
+    return own in ("", OPERATOR, tenant)
+
+
+def _visible(state: AppState, request: Request) -> list[Ticket]:
+    """The unfinished requests that a client may know of, oldest first."""
+    return [ticket for ticket in state.admission.tickets.values() if sees(request, ticket.tenant)]
 
 
 def request_list(state: AppState) -> list[dict[str, Any]]:

@@ -166,7 +166,7 @@ def _completion_fields(body: CompletionRequest, max_tokens: int | None) -> dict[
     return fields
 
 
-def _logit_bias(given: dict[str, float], limits: SamplingLimits) -> dict[int, float]:
+def _logit_bias(given: dict[str, Any], limits: SamplingLimits) -> dict[int, float]:
     _check_count("logit_bias", given)
     for token in given:
         if not re.fullmatch("[0-9]{1,9}", token):

@@ -35,6 +35,9 @@ logger = logging.getLogger(__name__)
 
 _ANSWER_SECONDS = 1.0
 """What handlers get to answer with 5xx once the engine has failed."""
+_IDLE_SECONDS = 75
+"""A connection without a request stays open so long: longer than clients (httpx: 5 s) and proxies (60 s) keep one, as a
+server that closes first may do so just when the next request is on its way."""
 _CLOSE_SECONDS = 2
 """What connections get to close at the end."""
 
@@ -151,6 +154,7 @@ class _Server(uvicorn.Server):
             log_config=None,
             access_log=False,
             server_header=False,
+            timeout_keep_alive=_IDLE_SECONDS,
             timeout_graceful_shutdown=_CLOSE_SECONDS,
             ssl_keyfile=args.ssl_keyfile,
             ssl_certfile=args.ssl_certfile,
