@@ -136,8 +136,8 @@ class _Vocabulary:
         self.special_token_ids = list(special)
         self.eos_token_id = eos
         self._encode = encode
-        ordinary = (index for index in range(len(tokens)) if tokens[index] and index not in set(special))
-        self._ids = {tokens[index]: index for index in ordinary}
+        unusable = {*special, eos}
+        self._ids = {token: index for index, token in enumerate(tokens) if token and index not in unusable}
         self._width = max(map(len, self._ids), default=0)
 
     def __call__(self, text: str | bytes) -> list[int]:
