@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from longfill.config import EngineArgs
-from longfill.engine.stats import EngineStats, StepStats
+from longfill.engine.stats import EngineStats, RequestShare, StepStats
 from longfill.request import CompletionOutput, Logprob, RequestMetrics, RequestOutput, SamplingParams
 from longfill.worker.memory import MemoryPlan
 
@@ -42,7 +42,7 @@ def step_stats(**changes: Any) -> StepStats:
     step = StepStats(
         step=1, num_tokens=10, num_prompt_tokens=10, num_running=1, num_waiting=0, pages_used=3, pages_cached=0,
         pages_total=9, indexer_chunks=4, scored_pairs=55, screened_pairs=40, screen_survivors=2, gathered_rows=6,
-        seconds={}, progress={"0": (10, 10)}, step_tokens={"0": (10, 10)}, preempted=(), rss_bytes=500_000,
+        seconds={}, progress={"0": (10, 10)}, shares={"0": RequestShare(10, 10, 0)}, preempted=(), rss_bytes=500_000,
     )  # fmt: skip
     return replace(step, **changes)
 

@@ -226,6 +226,11 @@ class TestChoice:
         assert tokenizer.chat_templates
         assert tokenizer.apply_chat_template([user("q")], thinking=True) == f"{BOS}{USER}q{ASSISTANT}<think>"
 
+    def test_its_variables_are_known_as_a_templates_are(self, tmp_path):
+        templates = self.folder(tmp_path, "deepseek_v32").chat_templates
+        assert all(templates.takes(name) for name in ("tools", "thinking", "enable_thinking"))
+        assert not any(templates.takes(name) for name in ("reasoning_effort", "unknown", "messages"))
+
     def test_a_template_in_the_folder_goes_first(self, tmp_path):
         assert self.folder(tmp_path, "deepseek_v32", chat_template="own").apply_chat_template([user("q")]) == "own"
 

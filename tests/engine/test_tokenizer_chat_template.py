@@ -92,7 +92,17 @@ class TestChatTemplates:
         calls = [{"function": {"name": "f", "arguments": '{"x": 1,"y":"é"}'}}]
         assert tokenizer.apply_chat_template([{"role": "assistant", "tool_calls": calls}]) == rendered
 
-    @pytest.mark.parametrize(("arguments", "error"), [("{x", "are not JSON"), ("[1]", "must be an object")])
+    @pytest.mark.parametrize("arguments", [{"x": [1]}, '{"x": [1]}'])
+    def test_arguments_may_come_as_an_object_too(self, tmp_path, arguments):
+        template = "{% set a = messages[0].tool_calls[0].function.arguments %}{{ a.x[0] }}{{ '' + a }}"
+        tokenizer = self.folder(tmp_path, chat_template=template)
+        calls = [{"function": {"name": "f", "arguments": arguments}}]
+        assert tokenizer.apply_chat_template([{"role": "assistant", "tool_calls": calls}]) == '1{"x": [1]}'
+
+    @pytest.mark.parametrize(
+        ("arguments", "error"),
+        [([], "must be an object"), ([1], "must be an object"), ("{x", "are not JSON"), ("[1]", "must be an object")],
+    )
     def test_arguments_that_are_none_are_the_requests_error(self, tmp_path, arguments, error):
         tokenizer = self.folder(tmp_path, chat_template="x")
         calls = [{"function": {"name": "f", "arguments": arguments}}]

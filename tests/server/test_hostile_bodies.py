@@ -218,7 +218,7 @@ def test_refusals_name_the_field_and_say_what_to_do(tiny_server: Running) -> Non
         "prompt id = vocabulary": ("prompt", "0 to 463"),
         "logprobs 10**9": ("logprobs", "--max-logprobs"),
         "two lengths": ("max_completion_tokens", "one of them"),
-        "arguments no JSON": ("messages[0].tool_calls[0].function.arguments", "not JSON"),
+        "arguments no JSON": ("messages[0].tool_calls[0].function.arguments", "not a JSON object"),
     }
     for name, (param, words) in expected.items():
         error = _send(tiny_server, *HOSTILE[name]).json()["error"]

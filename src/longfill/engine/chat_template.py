@@ -6,6 +6,7 @@ May import errors, jinja2 and the formats built in. Invariant: rendering depends
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
@@ -77,6 +78,8 @@ class ChatTemplates:
 
     def takes(self, variable: str) -> bool:
         """Whether a template reads this variable; False for one that cannot be parsed, which `render` reports."""
+        if self._built_in:
+            return variable in inspect.getfullargspec(self._built_in).kwonlyargs
         return any(variable in _variables(source) for source in self._sources.values())
 
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool, **variables: Any) -> str:
@@ -106,6 +109,14 @@ class ChatTemplates:
                 f"{self._origin}: no default chat template{others}; put one into chat_template.jinja beside "
                 "tokenizer.json, or send the prompt as plain text or token ids"
             )
+        return self._template(name)
+
+    def compile(self) -> None:
+        """Compile every template now. Raises ModelError, with the line, for one that is no Jinja."""
+        for name in self._sources:
+            self._template(name)
+
+    def _template(self, name: str) -> jinja2.Template:
         if name not in self._compiled:
             try:
                 self._compiled[name] = _environment().from_string(self._sources[name])
@@ -164,7 +175,7 @@ def _strftime_now(form: str) -> str:
 
 
 class _Arguments(dict[str, Any]):
-    """A call's arguments as the client sent them, JSON text, and as an object: templates are written for either."""
+    """A call's arguments as an object and as JSON text, the client's own if it sent text: templates want either."""
 
     def __init__(self, text: str, values: Mapping[str, Any]) -> None:
         super().__init__(values)
@@ -189,16 +200,19 @@ def _with_arguments(index: int, message: Message) -> Message:
 
 def _with_object(index: int, call: Any) -> Any:
     function = call.get("function") if isinstance(call, Mapping) else None
-    text = function.get("arguments") if isinstance(function, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(text, str):
+    if not isinstance(function, Mapping):
         return call
+    given = function.get("arguments")
+    if given in (None, ""):
+        given = {}
+    text = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
     try:
-        values = json.loads(text or "{}")
+        values = json.loads(text)
     except ValueError as error:
         raise RequestError(f"messages[{index}]: the arguments of a tool call are not JSON: {error}") from None
     if not isinstance(values, dict):
         raise RequestError(f"messages[{index}]: the arguments of a tool call must be an object, got {text:.100}")
-    return {**call, "function": {**function, "arguments": _Arguments(text or "{}", values)}}
+    return {**call, "function": {**function, "arguments": _Arguments(text, values)}}
 
 
 def _with_reasoning(message: Message) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from longfill.engine.compute import StepComputer, StepOutcome
 from longfill.engine.fanout import Fanout
 from longfill.engine.live import LiveRequest
 from longfill.engine.pipeline import Computed, StepPipeline
-from longfill.engine.stats import EngineStats, ResidentMemory, StepStats
+from longfill.engine.stats import EngineStats, RequestShare, ResidentMemory, StepStats
 from longfill.engine.token_bytes import structured_outputs
 from longfill.engine.tokenizer import Tokenizer
 from longfill.errors import ConfigError, RequestError
@@ -172,14 +172,18 @@ class LLMEngine:
         advanced = self.scheduler.update(
             schedule, outcome.token_ids, outcome.failed, seconds=computed.ended - computed.began
         )
-        progress = {
-            scheduled.request_id: (live.request.num_booked_tokens, live.request.num_tokens)
-            for scheduled in schedule.requests
-            if (live := self._live.get(scheduled.request_id)) is not None
-        }
+        progress, shares = {}, {}
+        for scheduled in schedule.requests:
+            live = self._live.get(scheduled.request_id)
+            if live is not None:
+                request = live.request
+                progress[request.request_id] = (request.num_booked_tokens, request.num_tokens)
+                shares[request.request_id] = RequestShare(
+                    scheduled.num_tokens, scheduled.num_prompt_tokens, request.num_cached_tokens
+                )
         outputs = [self._deliver(advance, outcome) for advance in advanced]
         sampled = {advance.request.request_id for advance in advanced if advance.num_tokens}
-        self._record(computed, progress, sampled, waited)
+        self._record(computed, progress, shares, sampled, waited)
         return [output for output in outputs if output is not None]
 
     @property
@@ -245,8 +249,9 @@ class LLMEngine:
                 return
 
     def _record(
-        self, computed: Computed[StepOutcome], progress: dict[str, tuple[int, int]], sampled: set[str], waited: float
-    ) -> None:
+        self, computed: Computed[StepOutcome], progress: dict[str, tuple[int, int]], shares: dict[str, RequestShare],
+        sampled: set[str], waited: float,
+    ) -> None:  # fmt: skip
         """Count a step that gave tokens to `sampled`; `waited` is when its result was there for the host."""
         outcome, requests, booked = computed.result, computed.schedule.requests, time.perf_counter()
         full = len(self.model_config.full_indexer_layers)
@@ -276,7 +281,7 @@ class LLMEngine:
             spec=outcome.spec(sampled),
             seconds=seconds,
             progress=progress,
-            step_tokens={r.request_id: (r.num_tokens, r.num_prompt_tokens) for r in requests},
+            shares=shares,
             preempted=self._preempted,
             rss_bytes=self._memory.bytes(booked),
         )

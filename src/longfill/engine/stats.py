@@ -56,6 +56,18 @@ class SpecDecodingStats:
         return [count / self.num_drafts for count in self.num_accepted_tokens_per_pos]
 
 
+@dataclass(frozen=True, slots=True)
+class RequestShare:
+    """What a step had to do with one request."""
+
+    num_step_tokens: int
+    """Tokens of it in the step."""
+    num_prompt_tokens: int
+    """Of its whole prompt."""
+    num_cached_tokens: int
+    """Of that, what was found in the prefix cache when it was first admitted."""
+
+
 @dataclass(frozen=True)
 class StepStats:
     """One executed step. Counts of chunks, pairs and rows are over all layers that do that work."""
@@ -87,8 +99,8 @@ class StepStats:
     before this step. With steps in flight host and worker overlap, so that the parts are more than "step"."""
     progress: dict[str, tuple[int, int]]
     """Request id -> (num_computed_tokens, num_tokens), for every request of the step."""
-    step_tokens: dict[str, tuple[int, int]]
-    """Request id -> (tokens of it in the step, tokens of its prompt)."""
+    shares: dict[str, RequestShare]
+    """By request id, like `progress`."""
     preempted: tuple[str, ...]
     rss_bytes: int
     """Resident memory of the process after the step, or up to `ResidentMemory.SECONDS` before."""

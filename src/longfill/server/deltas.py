@@ -57,14 +57,22 @@ def step_record(stats: StepStats) -> StepRecord:
         screen_survivors=stats.screen_survivors,
         gathered_rows=stats.gathered_rows,
         seconds=stats.seconds,
-        requests=[
-            RequestProgress(name, computed, total, stats.step_tokens[name][1], stats.step_tokens[name][0])
-            for name, (computed, total) in stats.progress.items()
-        ],
+        requests=[_progress(stats, name) for name in stats.progress],
         preempted=list(stats.preempted),
         rss_bytes=stats.rss_bytes,
         num_drafts=stats.spec.num_drafts,
         num_draft_tokens=stats.spec.num_draft_tokens,
         num_accepted_tokens=stats.spec.num_accepted_tokens,
         num_accepted_tokens_per_pos=stats.spec.num_accepted_tokens_per_pos,
+    )
+
+
+def _progress(stats: StepStats, request_id: str) -> RequestProgress:
+    share = stats.shares[request_id]
+    return RequestProgress(
+        request_id,
+        *stats.progress[request_id],
+        share.num_prompt_tokens,
+        share.num_step_tokens,
+        share.num_cached_tokens,
     )

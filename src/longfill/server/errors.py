@@ -7,6 +7,7 @@ is wrong and what to do, and whose `param` names the field of the body where one
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Mapping
 
 import msgspec
@@ -103,9 +104,9 @@ def as_api_error(error: BaseException) -> ApiError:
 
 
 def _field_of(message: str) -> str | None:
-    """The field that a RequestError begins with ("n must be ..."), if it does."""
-    first, _, rest = message.partition(" ")
-    return first if first.isidentifier() and rest.startswith("must be") else None
+    """The field that a RequestError begins with ("n must be ...", "messages[2]: ..."), if it does."""
+    field = re.match(r"([a-z_][\w.\[\]]*)(: | must be )", message)
+    return field[1] if field else None
 
 
 async def answer_api_error(_request: Request, error: Exception) -> Response:

@@ -116,6 +116,8 @@ class RequestProgress(msgspec.Struct, array_like=True):
     num_prompt_tokens: int
     num_step_tokens: int
     """Tokens of it in this step."""
+    num_cached_tokens: int = 0
+    """Tokens of its prompt that were found in the prefix cache."""
 
 
 class StepRecord(msgspec.Struct, kw_only=True):

@@ -125,7 +125,7 @@ def _pieces(text: bytes) -> list[bytes]:
         end = len(inner) if end < 0 else end
         pieces.append(b"[%b]" % inner[start:end])
         start = end + 1
-    return pieces
+    return pieces or [text]
 
 
 class Prompter:
@@ -134,6 +134,7 @@ class Prompter:
     def __init__(self, tokenizer: Tokenizer | None, chat_template: str | None) -> None:
         self.tokenizer = tokenizer
         self.templates = _templates(tokenizer, chat_template)
+        self.templates.compile()  # one that is broken is said at start, not to the first client
 
     def need_tokenizer(self, what: str) -> Tokenizer:
         """The tokenizer. Raises ApiError where the server runs without one."""
@@ -161,18 +162,18 @@ class Prompter:
                 "to /v1/completions",
                 param="messages",
             )
-        try:
-            messages = [message.for_template(i) for i, message in enumerate(body.messages)]
-        except ValueError as error:
-            raise bad_request(str(error), param=str(error).partition(" ")[0]) from None
+        messages = [message.for_template() for message in body.messages]
         tools = [tool.model_dump(exclude_none=True) for tool in body.tools] if body.tools else None
         go_on = bool(body.continue_final_message)
-        text = self.templates.render(
-            messages,
-            add_generation_prompt=not go_on if body.add_generation_prompt is None else body.add_generation_prompt,
-            tools=tools,
-            **{**variables, **(body.chat_template_kwargs or {})},
-        )
+        try:
+            text = self.templates.render(
+                messages,
+                add_generation_prompt=not go_on if body.add_generation_prompt is None else body.add_generation_prompt,
+                tools=tools,
+                **{**variables, **(body.chat_template_kwargs or {})},
+            )
+        except RecursionError:
+            raise bad_request("messages: nested too deeply for the chat template", param="messages") from None
         return _cut_behind(text, messages[-1]["content"]) if go_on else text
 
 

@@ -29,6 +29,15 @@ class CalledFunction(Body):
     name: str
     arguments: str
 
+    @field_validator("arguments")
+    @classmethod
+    def _an_object(cls, text: str) -> str:
+        try:
+            msgspec.json.decode(text or "{}", type=dict[str, Any])
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise ValueError(f"not a JSON object ({error}); send what the model wrote") from None
+        return text
+
 
 class MessageToolCall(Body):
     """A call in an assistant's message of the history."""
@@ -38,14 +47,9 @@ class MessageToolCall(Body):
     index: int | None = None
     function: CalledFunction
 
-    def for_template(self, where: str) -> dict[str, Any]:
-        """The call with its arguments as an object, which templates expect."""
-        try:
-            arguments = msgspec.json.decode(self.function.arguments or "{}")
-        except (msgspec.DecodeError, RecursionError) as error:
-            raise ValueError(f"{where}.function.arguments is not JSON ({error}); send what the model wrote") from None
-        function = {"name": self.function.name, "arguments": arguments}
-        call = {"type": self.type, "function": function}
+    def for_template(self) -> dict[str, Any]:
+        """The call as the templates' renderer takes it."""
+        call: dict[str, Any] = {"type": self.type, "function": self.function.model_dump()}
         return call if self.id is None else {"id": self.id, **call}
 
 
@@ -93,15 +97,14 @@ class Message(Body):
             return self.content
         return "\n".join(part.text for part in self.content)
 
-    def for_template(self, index: int) -> dict[str, Any]:
-        """The message as templates read it. Raises ValueError for arguments of a call that are not JSON."""
+    def for_template(self) -> dict[str, Any]:
+        """The message as the templates' renderer takes it."""
         message: dict[str, Any] = {"role": self.role, "content": self.text}
         for name in ("name", "tool_call_id", "reasoning_content", "reasoning"):
             if getattr(self, name) is not None:
                 message[name] = getattr(self, name)
         if self.tool_calls:
-            where = f"messages[{index}].tool_calls"
-            message["tool_calls"] = [call.for_template(f"{where}[{i}]") for i, call in enumerate(self.tool_calls)]
+            message["tool_calls"] = [call.for_template() for call in self.tool_calls]
         return message
 
 

@@ -91,6 +91,8 @@ class RequestStream:
             self._first_progress = None
         self.num_computed_tokens = progress.num_computed_tokens
         self.num_tokens = progress.num_tokens
+        if self.num_cached_tokens is None:
+            self.num_cached_tokens = progress.num_cached_tokens
         self._advanced = now
         if self._first_progress is None:
             self._first_progress = (now, self.num_computed_prompt_tokens)

@@ -73,7 +73,6 @@ HOSTILE = {
     "thoughts of tags": "<think>",
     "DSML": "<｜DSML｜",
     "DSML blocks": "<｜DSML｜function_calls>\n",
-    "space after JSON": "<｜tool▁call▁begin｜>f<｜tool▁sep｜>{}" + " " * 1_000_000,
     "JSON": '<｜tool▁call▁begin｜>f<｜tool▁sep｜>{"a":',
 }
 
@@ -94,6 +93,17 @@ def test_api_18_hostile_text_takes_linear_time(text, tool_format, in_reasoning):
         return time.process_time() - start
 
     assert seconds(100_000) < 30 * seconds(10_000) + 0.5
+
+
+def test_white_space_after_the_arguments_takes_linear_time():
+    def seconds(size: int) -> float:
+        start = time.process_time()
+        text = f"<｜tool▁call▁begin｜>f<｜tool▁sep｜>{{}}{' ' * size}x<｜tool▁call▁end｜>"
+        [*_, last] = parser("deepseek_v31").feed(text)
+        assert isinstance(last, MalformedToolCall)
+        return time.process_time() - start
+
+    assert seconds(20_000) < 30 * seconds(2_000) + 0.5
 
 
 def test_api_18_a_megabyte_of_angle_brackets_streams():

@@ -5,12 +5,11 @@
 export const SLOTS = 8;
 const LONGEST_S = 3600;
 const MOST_BINS = 6000;
-/** Steps shorter than this are put together as they come. */
+/** Bins up to this long are made of shorter steps as they come. */
 const FINE_S = 0.05;
-/** Older bins are put together up to this, once there are too many. */
+/** Bins up to this long are made of older ones, but not of the newest, once there are too many. */
 const COARSE_S = 3;
-/** Steps further apart are never put together: the pause between them is shown. */
-const PAUSE_S = 0.25;
+const NEWEST_BINS = 1500;
 
 function emptyBin(start) {
   return {
@@ -55,9 +54,12 @@ function add(bin, other) {
   for (const stage in other.seconds) bin.seconds[stage] = (bin.seconds[stage] ?? 0) + other.seconds[stage];
 }
 
-/** Whether `next` may become part of `bin` when bins are up to `width` seconds long. */
+/**
+ * Whether `next` may become part of `bin` when bins are up to `width` seconds long. A pause that is long beside that
+ * stays one. So an hour makes at most 3,600 coarse bins: two neighbours are longer together, or a second apart.
+ */
 function fits(bin, next, width) {
-  return next.end - bin.start <= width && next.start - bin.end <= PAUSE_S;
+  return next.end - bin.start <= width && next.start - bin.end <= width / 3;
 }
 
 function binOfStep(record, slotOf) {
@@ -109,18 +111,18 @@ export class History {
     if (this.bins.length > MOST_BINS) this.#compact();
   }
 
-  /** The older half coarser, and what is older than an hour, or still too much, gone. */
+  /** Older bins coarser, and what is older than an hour gone. */
   #compact() {
-    const half = this.bins.length >> 1;
-    const oldest = this.last.end - LONGEST_S;
+    const newest = this.bins.splice(-NEWEST_BINS);
+    const oldest = newest.at(-1).end - LONGEST_S;
     const coarse = [];
-    for (const bin of this.bins.slice(0, half)) {
+    for (const bin of this.bins) {
       if (bin.end < oldest) continue;
       const previous = coarse.at(-1);
       if (previous && fits(previous, bin, COARSE_S)) add(previous, bin);
       else coarse.push(bin);
     }
-    this.bins = [...coarse, ...this.bins.slice(half)].slice(-MOST_BINS + MOST_BINS / 8);
+    this.bins = [...coarse, ...newest];
   }
 
   /** Index of the first bin that ends after `time`. */
