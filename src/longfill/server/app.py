@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 import longfill
+from longfill.errors import LongfillError
 from longfill.server.errors import ApiError, answer_api_error
 from longfill.server.gate import Gate
 from longfill.server.live import live_router
@@ -43,7 +44,8 @@ def make_app(state: AppState) -> FastAPI:
     app.include_router(live_router(state))
     app.include_router(openai_router(state))
     app.add_exception_handler(HTTPException, _http_error)
-    for kind in (ApiError, Exception):
+    # Starlette closes the connection after what only `Exception` covers, which a refusal must not do.
+    for kind in (ApiError, LongfillError, Exception):
         app.add_exception_handler(kind, answer_api_error)
     app.add_middleware(Gate, state=state)
     if state.server_args.allowed_origins:
