@@ -66,6 +66,11 @@ class Generation(threading.Thread):
             for part in response.iter_text():
                 self.text += part
 
+    def abort(self) -> None:
+        """Have the server end it, and wait for that."""
+        httpx.post(f"{self._url}/v1/requests/{self._id}/abort", timeout=30)
+        self.finish()
+
     def finish(self) -> str:
         """Wait for its end; returns all that the server sent."""
         self.join(timeout=300)

@@ -13,9 +13,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.server.live_page import Generation, chromium
 from tests.server.running import running
 
-LONG = 40_000
-"""Tokens of the long prompt: more than ten seconds at 256 a step."""
-FLAGS = ("--max-num-batched-tokens", "256", "--max-model-len", "65536", "--memory-budget", "1GiB")
+LONG = 200_000
+"""Tokens of the long prompt, which is ended when all is seen: minutes at 256 a step."""
+FLAGS = ("--max-num-batched-tokens", "256", "--max-model-len", "262144", "--memory-budget", "1GiB")
+CACHED = 6_400
+"""Of these, tokens that a prompt before it had too: whole pages."""
 TIMEOUT_MS = 60_000
 RGB = """([selector, of]) => {
   const canvas = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
@@ -70,6 +72,11 @@ class Watched:
         self.page.wait_for_selector(f'#status[data-status="{status}"]')
 
 
+def prompt(length: int) -> list[int]:
+    """Each begins with the shorter ones."""
+    return [10 + place * place % 400 for place in range(length)]
+
+
 def number(text: str) -> int:
     """The first whole number in a text."""
     found = re.search(r"\d[\d,]*", text)
@@ -108,8 +115,8 @@ def test_a_long_prefill_is_shown_as_the_server_counts_it_in_dark_and_light(brows
         for page in pages.values():
             page.wait_for_status("ok")
             assert page.text("#num-running") == "0"
-        short = Generation(url, "short", [20] * 300, 400)
-        long = Generation(url, "long", [10 + i * i % 400 for i in range(LONG)], 4)
+        Generation(url, "before", prompt(CACHED), 1).run()
+        short, long = Generation(url, "short", [20] * 300, 9000), Generation(url, "long", prompt(LONG), 4)
         short.start()
         long.start()
         for page in pages.values():
@@ -118,8 +125,11 @@ def test_a_long_prefill_is_shown_as_the_server_counts_it_in_dark_and_light(brows
             check_two_at_once(page)
             check_colours(page, dark=page is pages["dark"])
             check_fixed_numbers(page, url)
-        assert '"completion_tokens":4' in long.finish()
-        short.finish()
+        short.abort()
+        long.abort()
+        last = Generation(url, "last", prompt(3000), 300)
+        last.run()
+        assert '"completion_tokens":300' in last.text
         for page in pages.values():
             check_ends(page, url)
             assert page.errors == []
@@ -141,6 +151,12 @@ def check_follows(page: Watched, url: str) -> None:
         assert now["num_tokens"] == LONG
     assert seen == sorted(set(seen)), "it moves, and never back"
     assert page.page.get_attribute('[data-id="long"] .bar', "aria-valuemax") == str(LONG)
+    assert f"{CACHED:,} cached" in page.text('[data-id="long"]')
+    assert (
+        page.page.eval_on_selector('[data-id="long"] .cached', "(node) => node.style.width")
+        == f"{100 * CACHED / LONG}%"
+    )
+    page.wait("() => /≈ \\d/.test(document.querySelector('[data-id=\"long\"]').innerText)")
 
 
 def check_two_at_once(page: Watched) -> None:
@@ -187,9 +203,10 @@ def check_fixed_numbers(page: Watched, url: str) -> None:
 
 
 def check_ends(page: Watched, url: str) -> None:
-    for name, tokens in (("long", LONG + 4), ("short", 700)):
+    for name in ("short", "long", "last"):
         page.page.wait_for_selector(f'[data-id="{name}"][data-state="ended"]')
-        assert page.text(f'[data-id="{name}"] .count') == f"{tokens - 1:,} / {tokens:,}"
+    assert page.text('[data-id="last"] .count') == "3,299 / 3,300"
+    assert "300 generated" in page.text('[data-id="last"]')
     page.wait("() => document.getElementById('num-running').textContent === '0'")
     page.wait("() => document.querySelector('#pages li b').textContent === '0'")
     found = metrics(url, "longfill:pages", "state")

@@ -108,6 +108,14 @@ def test_nothing_within_the_timeout_is_none_and_progress_is_news() -> None:
     asyncio.run(run())
 
 
+def test_the_cached_part_of_a_prompt_is_known_from_its_first_step_on() -> None:
+    source, _ = stream(1000)
+    assert source.num_cached_tokens is None
+    for computed in (740, 840):
+        source.observe(RequestProgress("a", computed, 1000, 1000, 100))
+        assert source.num_cached_tokens == 640
+
+
 def test_the_estimate_shrinks_as_the_prompt_goes_and_ends_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps of 100 tokens whose time grows from 1 s to 3 s, as tokens with many before them cost more."""
     now = 0.0

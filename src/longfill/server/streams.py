@@ -87,6 +87,9 @@ class RequestStream:
         now = time.monotonic()
         if self.first_step is None:
             self.first_step = now
+            # What the first step found computed came from the prefix cache; the first delta, maybe minutes later, says
+            # the same.
+            self.num_cached_tokens = progress.num_computed_tokens - progress.num_step_tokens
         if progress.num_computed_tokens < self.num_computed_tokens:  # preempted: the chase began anew
             self._first_progress = None
         self.num_computed_tokens = progress.num_computed_tokens

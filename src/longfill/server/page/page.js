@@ -2,7 +2,7 @@
 // May import every module of the page; none imports this one.
 // Invariant: nothing is drawn but in an animation frame, at most once for all that arrived since the last one.
 
-import { bytes, count, duration, measured, percent, rate } from "./format.js";
+import { bytes, count, duration, measured, percent, plural, rate } from "./format.js";
 import { Ledger } from "./ledger.js";
 import { MemoryMeter, PagesMeter, StagesMeter } from "./meters.js";
 import { RequestsList } from "./requests_list.js";
@@ -98,19 +98,22 @@ function renderFacts() {
   const { hello } = ledger;
   put("model", hello.served_model_name);
   byId("model").title = hello.model;
-  const paths = [...new Set(Object.values(hello.kernels))].join("; ");
-  put(
-    "facts",
-    [
-      `longfill ${hello.version}`,
-      `up ${duration(ledger.now - hello.started)}`,
-      `prompts up to ${count(hello.max_model_len)} tokens`,
-      `steps up to ${count(hello.max_num_batched_tokens)}`,
-      `${bytes(hello.memory.bytes_per_token)} of KV a token`,
-      `${count(hello.num_threads)} ${hello.num_threads === 1 ? "thread" : "threads"}`,
-      paths,
-    ].join(" · "),
-  );
+  const facts = [
+    `longfill ${hello.version}`,
+    `up ${duration(ledger.now - hello.started)}`,
+    `prompts up to ${count(hello.max_model_len)} tokens`,
+    `steps up to ${count(hello.max_num_batched_tokens)}`,
+    `${bytes(hello.memory.bytes_per_token)} of KV a token`,
+    plural(hello.num_threads, "thread"),
+    kernelPaths(hello.kernels),
+  ];
+  put("facts", facts.join(" · "));
+}
+
+/** The kernels that are used; one with a remark behind its name only where the name does not stand alone. */
+function kernelPaths(kernels) {
+  const paths = [...new Set(Object.values(kernels))];
+  return paths.filter((path) => !paths.some((other) => other !== path && path.startsWith(other))).join("; ");
 }
 
 function renderNumbers() {

@@ -168,6 +168,7 @@ export class StepsChart {
     const { slots, time } = this.#colours;
     const colours = lane.areas ? slots : [time];
     const room = lane.bottom - 1 - lane.top;
+    const gap = 1 / window.devicePixelRatio;
     const bottoms = new Float64Array(groups.length).fill(lane.bottom - 1);
     const areas = groups.map((bin) => (lane.areas ? lane.areas(bin) : [bin.stepArea]));
     colours.forEach((colour, slot) => {
@@ -178,7 +179,7 @@ export class StepsChart {
         const full = this.#pixel(this.#x(bin.end)) - left;
         const high = Math.max(1, (room * areas[index][slot]) / bin.stepSeconds / lane.most);
         bottoms[index] -= high;
-        context.fillRect(left, bottoms[index], Math.max(1, full > 3 ? full - 1 : full), high);
+        context.fillRect(left, bottoms[index], Math.max(gap, full > 3 * gap ? full - gap : full), high);
       });
     });
   }
