@@ -118,6 +118,8 @@ def test_a_long_prefill_is_shown_as_the_server_counts_it_in_dark_and_light(brows
         Generation(url, "before", prompt(CACHED), 1).run()
         short, long = Generation(url, "short", [20] * 300, 9000), Generation(url, "long", prompt(LONG), 4)
         short.start()
+        for page in pages.values():  # behind the long one it would wait for the end of that
+            page.wait("() => document.querySelector('[data-id=\"short\"][data-state=decode]')")
         long.start()
         for page in pages.values():
             check_follows(page, url)
@@ -161,7 +163,6 @@ def check_follows(page: Watched, url: str) -> None:
 
 def check_two_at_once(page: Watched) -> None:
     """One prefills while another decodes, told apart by colour in the list and in the chart."""
-    page.wait("() => document.querySelector('[data-id=\"short\"][data-state=decode]')")
     assert page.text("#num-running") == "2"
     slots = {name: page.page.get_attribute(f'[data-id="{name}"]', "data-slot") for name in ("short", "long")}
     assert slots["short"] != slots["long"]
