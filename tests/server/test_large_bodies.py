@@ -41,7 +41,6 @@ class _Watch(threading.Thread):
     def p99(self) -> float:
         self.stopped.set()
         self.join(30)
-        assert len(self.seconds) >= 20
         return float(np.percentile(self.seconds, 99))
 
 
@@ -79,6 +78,8 @@ def test_four_large_prompts_at_once_do_not_hold_the_others_up(tiny_server: Runni
     health.start()
     small.start()
     answers = _send_four(tiny_server, kind)
+    while len(health.seconds) < 100 or len(small.seconds) < 100:
+        answers = _send_four(tiny_server, kind)
     assert [answer.json()["error"]["code"] for answer in answers] == ["context_length_exceeded"] * 4
     assert health.p99() < 0.25
     assert small.p99() < 0.5
