@@ -95,7 +95,7 @@ def as_api_error(error: BaseException) -> ApiError:
     if isinstance(error, OverloadedError):
         return ApiError(429, str(error), code="overloaded", headers={"Retry-After": str(error.retry_after)})
     if isinstance(error, EngineDeadError):
-        return ApiError(500, f"the engine has failed: {error}", code="engine_dead")
+        return ApiError(500, str(error), code="engine_dead")
     if isinstance(error, LongfillError):
         logger.error("a request failed: %s", error)
         return ApiError(500, str(error), code="internal_error")
