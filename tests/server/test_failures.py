@@ -149,7 +149,7 @@ def test_what_is_not_done_after_the_shutdown_timeout_ends_with_an_error_event(tm
         server.wait_for("decode")
         server.process.send_signal(signal.SIGTERM)
         *_, error, done = client.result(20).events
-        assert "error" in json.loads(error)
+        assert json.loads(error)["error"]["code"] == "draining"
         assert done == "[DONE]"
         assert server.process.wait(10) == 0
 

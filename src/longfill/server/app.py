@@ -36,8 +36,8 @@ def make_app(state: AppState) -> FastAPI:
         version=longfill.__version__,
         description="OpenAI-compatible API for prompts that take minutes.",
         lifespan=lifespan,
-        root_path=state.server_args.root_path,
     )
+    app.root_path = state.server_args.root_path.rstrip("/")
     app.state.longfill = state
     app.include_router(system_router(state))
     app.include_router(live_router(state))

@@ -135,7 +135,7 @@ class Gate:
 def _route_path(scope: Scope) -> str:
     """The path as the router reads it: without --root-path, where a proxy has left that in."""
     path: str = scope["path"]
-    root = scope.get("root_path", "").rstrip("/")
+    root = scope.get("root_path", "")
     return path.removeprefix(root) if path.startswith(f"{root}/") else path
 
 
