@@ -168,9 +168,10 @@ def test_a_body_over_the_limit_is_refused_before_it_is_read(server: Running, chu
 
 
 def test_request_ids_are_kept_or_made_and_strange_ones_refused(server: Running) -> None:
-    answer = server.http.post("/v1/completions", json={"prompt": "a"}, headers={"x-request-id": "my-id:7"})
-    assert answer.headers["x-request-id"] == "my-id:7"
-    assert answer.json()["id"] == "cmpl-my-id:7"
+    answer = server.http.post("/v1/completions", json={"prompt": "a"}, headers={"x-request-id": "my/id:7"})
+    assert answer.headers["x-request-id"] == "my/id:7"
+    assert answer.json()["id"] == "cmpl-my/id:7"
+    assert server.http.get("/v1/requests/my/id:7").json()["state"] == "ended"
     made = [server.http.get("/health").headers["x-request-id"] for _ in range(2)]
     assert len(set(made)) == 2
     refused = server.http.get("/v1/models", headers={"x-request-id": "x" * 200})

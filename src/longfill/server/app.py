@@ -38,7 +38,6 @@ def make_app(state: AppState) -> FastAPI:
         lifespan=lifespan,
     )
     app.root_path = state.server_args.root_path.rstrip("/")
-    app.state.longfill = state
     app.include_router(system_router(state))
     app.include_router(live_router(state))
     app.include_router(openai_router(state))

@@ -156,8 +156,11 @@ class EngineClient:
         """End the engine's process, by force if need be; streams that are left end with EngineDeadError."""
         self._stopping = True
         if self._process is not None and self._failure is None:
-            with contextlib.suppress(zmq.ZMQError):
-                self._send(Stop())
+            if self._tasks:
+                with contextlib.suppress(zmq.ZMQError):
+                    self._send(Stop())
+            else:  # it loads the model, and reads nothing before that is done
+                self._process.kill()
         await self._wait_for_exit()
         self.end_streams(EngineDeadError("the server has stopped"))
         for task in self._tasks:

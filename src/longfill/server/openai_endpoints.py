@@ -46,7 +46,6 @@ class Parsed:
 class Endpoint(Protocol):
     """One of the two."""
 
-    path: str
     id_prefix: str
 
     def read(self, body: bytes) -> Parsed:
@@ -57,7 +56,6 @@ class Endpoint(Protocol):
 class CompletionEndpoint:
     """/v1/completions."""
 
-    path = "/v1/completions"
     id_prefix = "cmpl-"
 
     def __init__(self, model: ServedModel) -> None:
@@ -103,7 +101,6 @@ class CompletionEndpoint:
 class ChatEndpoint:
     """/v1/chat/completions."""
 
-    path = "/v1/chat/completions"
     id_prefix = "chatcmpl-"
 
     def __init__(self, model: ServedModel) -> None:
