@@ -135,6 +135,7 @@ HOSTILE: dict[str, tuple[str, Any]] = {
         role="assistant", tool_calls=[{"id": "1", "type": "function", "function": {"name": "f", "arguments": DEEP}}]
     ),
     "template variable messages": _chat(chat_template_kwargs={"messages": []}),
+    "template variable self": _chat(chat_template_kwargs={"self": 1}),
     # Forms.
     "regex broken": _completion(structured_outputs={"regex": "("}),
     "grammar broken": _completion(structured_outputs={"grammar": "start: %%"}),
