@@ -27,7 +27,15 @@ LONG = " ".join(f"The access code of amber falcon is {n:05d}." for n in range(60
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[Running]:
+    """One that a test may end."""
     with running("needle", *FLAGS, log=tmp_path / "log") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def lasting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """One that outlives its tests."""
+    with running("needle", *FLAGS, log=tmp_path_factory.mktemp("log") / "log") as server:
         yield server
 
 
@@ -92,24 +100,24 @@ def test_when_the_engine_is_killed_all_clients_get_5xx_and_the_process_ends_with
     assert not psutil.pid_exists(engine)
 
 
-def test_a_hung_engine_makes_health_503_within_ten_seconds_and_a_busy_one_does_not(server: Running) -> None:
+def test_a_hung_engine_makes_health_503_within_ten_seconds_and_a_busy_one_does_not(lasting: Running) -> None:
     """API-12."""
-    client = Asking(server, stream=True)
-    server.wait_for("prefill")
-    assert server.http.get("/health").status_code == server.http.get("/ready").status_code == 200
-    engine, began = server.engine_pid, time.monotonic()
+    client = Asking(lasting, stream=True)
+    lasting.wait_for("prefill")
+    assert lasting.http.get("/health").status_code == lasting.http.get("/ready").status_code == 200
+    engine, began = lasting.engine_pid, time.monotonic()
     os.kill(engine, signal.SIGSTOP)
     try:
-        while server.http.get("/health").status_code == 200:
+        while lasting.http.get("/health").status_code == 200:
             assert time.monotonic() - began < 10
             time.sleep(0.1)
-        answer = server.http.get("/ready")
+        answer = lasting.http.get("/ready")
         assert answer.status_code == 503
         assert answer.json()["status"] == "hung"
     finally:
         os.kill(engine, signal.SIGCONT)
     assert client.result(60).events[-1] == "[DONE]"
-    assert server.http.get("/health").status_code == 200
+    assert lasting.http.get("/health").status_code == 200
 
 
 def test_sigterm_lets_requests_finish_refuses_others_and_ends_with_zero(server: Running) -> None:
@@ -156,40 +164,40 @@ def test_what_is_not_done_after_the_shutdown_timeout_ends_with_an_error_event(tm
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
-def test_a_killed_client_gives_its_pages_back(server: Running, stream: bool, phase: str) -> None:
+def test_a_killed_client_gives_its_pages_back(lasting: Running, stream: bool, phase: str) -> None:
     """API-06, with a client that can say no goodbye: a process that is killed."""
     body = {
         "prompt": LONG if phase == "prefill" else "The access code", "max_tokens": 6000, "ignore_eos": True,
         "stream": stream,
     }  # fmt: skip
     code = "import httpx, sys; httpx.post(sys.argv[1], content=sys.argv[2], timeout=600)"
-    command = [sys.executable, "-c", code, f"{server.url}/v1/completions", json.dumps(body)]
+    command = [sys.executable, "-c", code, f"{lasting.url}/v1/completions", json.dumps(body)]
     with subprocess.Popen(command) as client:
-        server.wait_for(phase)
-        assert server.pages_used() > 0
+        lasting.wait_for(phase)
+        assert lasting.pages_used() > 0
         client.kill()
-    assert server.wait_until_idle(10) < 5
-    assert server.post("/v1/completions", prompt="The access code", max_tokens=3).status_code == 200
+    assert lasting.wait_until_idle(10) < 5
+    assert lasting.post("/v1/completions", prompt="The access code", max_tokens=3).status_code == 200
 
 
-def test_a_client_that_leaves_in_the_queue_leaves_nothing(server: Running) -> None:
+def test_a_client_that_leaves_in_the_queue_leaves_nothing(lasting: Running) -> None:
     """n > 1 too; the connection is cut while others run."""
-    running_one = Asking(server, stream=True, max_tokens=100)
-    server.wait_for("prefill")
+    running_one = Asking(lasting, stream=True, max_tokens=100)
+    lasting.wait_for("prefill")
     for n in (1, 3):
         body = json.dumps({"prompt": LONG, "max_tokens": 50, "n": n, "temperature": 1.0}).encode()
         head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
-        with socket.create_connection(("127.0.0.1", server.port)) as raw:
+        with socket.create_connection(("127.0.0.1", lasting.port)) as raw:
             raw.sendall(head + body)
             until = time.monotonic() + 10
-            while len(server.requests()) < 2 and time.monotonic() < until:
+            while len(lasting.requests()) < 2 and time.monotonic() < until:
                 time.sleep(0.01)
         until = time.monotonic() + 10
-        while len(server.requests()) > 1:
+        while len(lasting.requests()) > 1:
             assert time.monotonic() < until
             time.sleep(0.01)
     assert running_one.result(60).events[-1] == "[DONE]"
-    server.wait_until_idle()
+    lasting.wait_until_idle()
 
 
 def test_the_engine_ends_with_a_killed_server(server: Running) -> None:
