@@ -11,7 +11,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+import uuid
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,13 +40,21 @@ def lasting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
         yield server
 
 
+def wait_until(holds: Callable[[], bool], seconds: float = 20.0) -> None:
+    until = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < until, "it did not happen in time"
+        time.sleep(0.01)
+
+
 class Asking(threading.Thread):
     """A client in a thread of its own; keeps what it got."""
 
     def __init__(self, server: Running, **body: Any) -> None:
         super().__init__(daemon=True)
         self._server = server
-        self._body = {"prompt": LONG, "max_tokens": 40, "ignore_eos": True, **body}
+        # Under a salt of its own, no prompt is in the cache.
+        self._body = {"prompt": LONG, "max_tokens": 40, "ignore_eos": True, "cache_salt": uuid.uuid4().hex, **body}
         self.status = 0
         self.text = ""
         self.error: Exception | None = None
@@ -81,10 +90,8 @@ def test_when_the_engine_is_killed_all_clients_get_5xx_and_the_process_ends_with
     decoding = Asking(server, stream=True, prompt="The access code", max_tokens=5000)
     server.wait_for("decode")
     asking = [Asking(server), Asking(server, stream=True), Asking(server, n=2, temperature=1.0)]
-    deadline = time.monotonic() + 20
     # A stream whose headers have gone out can only be told by an event.
-    while (len(server.requests()) < 4 or not asking[1].status) and time.monotonic() < deadline:
-        time.sleep(0.02)
+    wait_until(lambda: len(server.requests()) == 4 and asking[1].status > 0)
     engine, began = server.engine_pid, time.monotonic()
     os.kill(engine, signal.SIGKILL)
     for client in (asking[0], asking[2]):
@@ -122,11 +129,10 @@ def test_a_hung_engine_makes_health_503_within_ten_seconds_and_a_busy_one_does_n
 
 def test_sigterm_lets_requests_finish_refuses_others_and_ends_with_zero(server: Running) -> None:
     """API-20."""
-    asking = [Asking(server, stream=True), Asking(server), Asking(server, prompt="The access code")]
-    server.wait_for("prefill")
+    asking = [Asking(server, stream=True), Asking(server), Asking(server, prompt="The access code", max_tokens=200)]
+    wait_until(lambda: len(server.requests()) == 3)
     server.process.send_signal(signal.SIGTERM)
-    while server.http.get("/ready").status_code == 200:
-        time.sleep(0.01)
+    wait_until(lambda: server.http.get("/ready").status_code == 503)
     assert server.http.get("/health").status_code == 200
     late = server.post("/v1/completions", model="needle", prompt="The", max_tokens=1)
     assert late.status_code == 503
@@ -168,7 +174,7 @@ def test_a_killed_client_gives_its_pages_back(lasting: Running, stream: bool, ph
     """API-06, with a client that can say no goodbye: a process that is killed."""
     body = {
         "prompt": LONG if phase == "prefill" else "The access code", "max_tokens": 6000, "ignore_eos": True,
-        "stream": stream,
+        "stream": stream, "cache_salt": uuid.uuid4().hex,
     }  # fmt: skip
     code = "import httpx, sys; httpx.post(sys.argv[1], content=sys.argv[2], timeout=600)"
     command = [sys.executable, "-c", code, f"{lasting.url}/v1/completions", json.dumps(body)]
@@ -189,13 +195,8 @@ def test_a_client_that_leaves_in_the_queue_leaves_nothing(lasting: Running) -> N
         head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
         with socket.create_connection(("127.0.0.1", lasting.port)) as raw:
             raw.sendall(head + body)
-            until = time.monotonic() + 10
-            while len(lasting.requests()) < 2 and time.monotonic() < until:
-                time.sleep(0.01)
-        until = time.monotonic() + 10
-        while len(lasting.requests()) > 1:
-            assert time.monotonic() < until
-            time.sleep(0.01)
+            wait_until(lambda: len(lasting.requests()) == 2)
+        wait_until(lambda: len(lasting.requests()) == 1)
     assert running_one.result(60).events[-1] == "[DONE]"
     lasting.wait_until_idle()
 
@@ -246,10 +247,9 @@ def test_a_signal_while_the_model_is_loaded_ends_it(tmp_path: Path) -> None:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     with (tmp_path / "log").open("wb") as log:
         process = subprocess.Popen(command, stderr=log, env=environment)
-    until = time.monotonic() + 60
-    while not (children := psutil.Process(process.pid).children()):
-        assert time.monotonic() < until
-        time.sleep(0.01)
+    api = psutil.Process(process.pid)
+    wait_until(lambda: bool(api.children()), 60)
+    children = api.children()
     process.send_signal(signal.SIGTERM)
     assert process.wait(20) == 0
     _, alive = psutil.wait_procs(children, timeout=10)
