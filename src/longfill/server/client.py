@@ -25,7 +25,7 @@ import zmq
 import zmq.asyncio
 
 from longfill.config import EngineArgs
-from longfill.errors import EngineDeadError, LongfillError, RequestError
+from longfill.errors import EngineDeadError, LongfillError, RequestError, StoppingError
 from longfill.request import TokenIds
 from longfill.server.messages import (
     AbortRequests,
@@ -160,13 +160,13 @@ class EngineClient:
         return True
 
     async def stop(self) -> None:
-        """End the engine's process, by force if need be; streams that are left end with EngineDeadError."""
+        """End the engine's process, by force if need be; streams that are left end with StoppingError."""
         self._stopping = True
         if self._process is not None and self._failure is None:
             with contextlib.suppress(zmq.ZMQError):
                 self._send(Stop())
         await self._wait_for_exit()
-        self.end_streams("the server has stopped")
+        self.end_streams(StoppingError("the server has stopped"))
         for task in self._tasks:
             task.cancel()
         self._context.destroy(linger=0)
@@ -262,14 +262,14 @@ class EngineClient:
             return
         self._failure = why
         logger.error("the engine has failed: %s", why)
-        self.end_streams(why)
+        self.end_streams(EngineDeadError(why))
         if self.on_failure is not None:
             self.on_failure()
 
-    def end_streams(self, why: str) -> None:
-        """Have every stream end with EngineDeadError."""
+    def end_streams(self, error: LongfillError) -> None:
+        """Have every stream end with an error."""
         for stream in self.streams.values():
-            stream.fail(EngineDeadError(why))
+            stream.fail(error)
         self.streams.clear()
 
     def _exit_words(self) -> str:
