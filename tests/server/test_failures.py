@@ -147,14 +147,18 @@ def test_sigterm_lets_requests_finish_refuses_others_and_ends_with_zero(server: 
 
 
 def test_a_second_sigterm_ends_at_once(server: Running) -> None:
-    Asking(server, stream=True, max_tokens=6000)
+    asking = [Asking(server, stream=True, max_tokens=6000), Asking(server, max_tokens=6000)]
     server.wait_for("prefill")
+    while not asking[0].status or len(server.requests()) < 2:
+        time.sleep(0.01)
     engine = server.engine_pid
     for _ in range(2):
         server.process.send_signal(signal.SIGTERM)
         time.sleep(0.2)
     assert server.process.wait(10) == 0
     assert not psutil.pid_exists(engine)
+    assert json.loads(asking[0].result(5).events[-2])["error"]["code"] == "draining"
+    assert asking[1].result(5).status == 503
 
 
 def test_what_is_not_done_after_the_shutdown_timeout_ends_with_an_error_event(tmp_path: Path) -> None:

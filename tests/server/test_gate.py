@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -135,9 +137,13 @@ def test_too_many_prompt_tokens_get_429_unless_they_would_wait_alone(server: Run
     first = threading.Thread(
         target=lambda: both.append(server.post("/v1/completions", prompt=ids[::-1], max_tokens=1, cache_salt="x"))
     )
-    first.start()
-    server.wait_for("prefill")
-    answer = httpx.post(f"{server.url}/v1/completions", json={"prompt": ids[:500]}, headers=key(0))
+    os.kill(server.engine_pid, signal.SIGSTOP)
+    try:
+        first.start()
+        server.wait_for("waiting")
+        answer = httpx.post(f"{server.url}/v1/completions", json={"prompt": ids[:500]}, headers=key(0))
+    finally:
+        os.kill(server.engine_pid, signal.SIGCONT)
     first.join(20)
     assert both[0].status_code == 200
     assert answer.status_code == 429
@@ -201,3 +207,22 @@ def test_unknown_paths_and_methods_have_an_error_object(server: Running, method:
     answer = server.http.request(method, path)
     assert answer.status_code == status
     assert answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("path", ["/health", "/ready", "/ping"])
+def test_probes_may_ask_for_the_head_alone(server: Running, path: str) -> None:
+    answer = httpx.head(server.url + path)
+    assert answer.status_code == 200
+    assert answer.content == b""
+
+
+def test_fields_that_ask_for_nothing_are_taken(server: Running) -> None:
+    answer = server.post("/v1/completions", prompt="a", suffix="", best_of=1, echo=False, user="me", store=False)
+    assert answer.status_code == 200, answer.text
+    refused = server.post("/v1/completions", prompt="a", suffix="b")
+    assert refused.json()["error"]["param"] == "suffix"
+
+
+def test_an_answer_without_a_key_has_its_request_id_too(server: Running) -> None:
+    answer = httpx.get(f"{server.url}/v1/models", headers={"x-request-id": "who-am-i"})
+    assert (answer.status_code, answer.headers["x-request-id"]) == (401, "who-am-i")

@@ -25,7 +25,7 @@ import zmq
 import zmq.asyncio
 
 from longfill.config import EngineArgs
-from longfill.errors import EngineDeadError, LongfillError, RequestError
+from longfill.errors import EngineDeadError, LongfillError, RequestError, StoppingError
 from longfill.request import TokenIds
 from longfill.server.messages import (
     AbortRequests,
@@ -153,7 +153,7 @@ class EngineClient:
         return stream
 
     async def stop(self) -> None:
-        """End the engine's process, by force if need be; streams that are left end with EngineDeadError."""
+        """End the engine's process, by force if need be; streams that are left end with StoppingError."""
         self._stopping = True
         if self._process is not None and self._failure is None:
             if self._tasks:
@@ -162,7 +162,7 @@ class EngineClient:
             else:  # it loads the model, and reads nothing before that is done
                 self._process.kill()
         await self._wait_for_exit()
-        self.end_streams(EngineDeadError("the server has stopped"))
+        self.end_streams(StoppingError("the server has stopped"))
         for task in self._tasks:
             task.cancel()
         self._context.destroy(linger=0)
@@ -267,8 +267,8 @@ class EngineClient:
         if self.on_failure is not None:
             self.on_failure()
 
-    def end_streams(self, error: Exception) -> None:
-        """Have every stream end with an exception."""
+    def end_streams(self, error: LongfillError) -> None:
+        """Have every stream end with an error."""
         for stream in self.streams.values():
             stream.fail(error)
         self.streams.clear()

@@ -207,4 +207,8 @@ def _beat(core: EngineCore, context: zmq.Context[zmq.Socket[bytes]], address: st
             _send(socket, Heartbeat(work=core.work, ledger=core.ledger))
         except zmq.ZMQError:  # the context is closed: the process ends
             return
+        except Exception:
+            # An engine that seems hung, and is not, would be restarted for nothing that anybody can find.
+            logger.exception("the heartbeat has failed")
+            os._exit(1)
         time.sleep(HEARTBEAT_SECONDS)

@@ -13,7 +13,14 @@ from collections.abc import Mapping
 import msgspec
 from starlette.responses import Response
 
-from longfill.errors import CapacityError, EngineDeadError, LongfillError, OverloadedError, RequestError
+from longfill.errors import (
+    CapacityError,
+    EngineDeadError,
+    LongfillError,
+    OverloadedError,
+    RequestError,
+    StoppingError,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -94,6 +101,8 @@ def as_api_error(error: BaseException) -> ApiError:
         return bad_request(str(error), param=_field_of(str(error)), code="invalid_request")
     if isinstance(error, OverloadedError):
         return ApiError(429, str(error), code="overloaded", headers={"Retry-After": str(error.retry_after)})
+    if isinstance(error, StoppingError):
+        return ApiError(503, str(error), code="draining", headers={"Retry-After": "5"})
     if isinstance(error, EngineDeadError):
         return ApiError(500, str(error), code="engine_dead")
     if isinstance(error, LongfillError):

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 GENERATES = frozenset({"/v1/completions", "/v1/chat/completions"})
 """Endpoints whose requests wait in the queue."""
-OPEN = frozenset({"/", "/health", "/ready", "/metrics", "/version"})
+OPEN = frozenset({"/", "/health", "/ping", "/ready", "/metrics", "/version"})
 """Paths that ask for no key, as in vLLM; so do the live page's files."""
 _ID = re.compile(r"[\x21-\x7e]{1,128}")
 _CLIENT_CLOSED = 499
@@ -60,9 +60,9 @@ class Gate:
             values |= {
                 "request_id": request_id,
                 "arrival": time.monotonic(),
-                "tenant": self._tenant(path, headers),
                 "cache_salt": self._state.server_args.cache_salt,
             }
+            values["tenant"] = self._tenant(path, headers)
             body = _Body(receive, self._limit(headers))
             if path in GENERATES and scope["method"] == "POST":
                 ticket = values["ticket"] = self._ticket(request_id, path, values["tenant"])

@@ -119,6 +119,12 @@ class ChatEndpoint:
                 "tool_choice to 'required' or to a function",
                 param="tools",
             )
+        if request.may_call and not request.must_call and not self._model.prompter.templates.takes("tools"):
+            raise bad_request(
+                "tools: the model's chat template does not show them to the model; drop them, start the server with a "
+                "--chat-template that does, or set tool_choice to 'required' or to a function",
+                param="tools",
+            )
         variables = self._variables(request, constrained=params.structured_outputs is not None)
         return Parsed(request, lambda: self._prepare(request, params, variables))
 

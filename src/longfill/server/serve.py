@@ -22,13 +22,12 @@ import uvicorn
 from longfill.config import EngineArgs
 from longfill.engine.token_bytes import structured_outputs
 from longfill.engine.tokenizer import Tokenizer
-from longfill.errors import ConfigError
+from longfill.errors import ConfigError, StoppingError
 from longfill.server.admission import Admission
 from longfill.server.app import make_app
 from longfill.server.args import ServerArgs
 from longfill.server.cache_report import CacheReports
 from longfill.server.client import EngineClient
-from longfill.server.errors import ApiError
 from longfill.server.metrics import Metrics
 from longfill.server.routes_system import effective_config
 from longfill.server.state import AppState
@@ -42,6 +41,8 @@ _ANSWER_SECONDS = 1.0
 _IDLE_SECONDS = 75
 """A connection without a request stays open so long: longer than clients (httpx: 5 s) and proxies (60 s) keep one, as a
 server that closes first may do so just when the next request is on its way."""
+_SHORT_ANSWER_SECONDS = 0.1
+"""And where everything is to end at once."""
 _CLOSE_SECONDS = 2
 """What connections get to close at the end."""
 
@@ -201,7 +202,8 @@ class _Server(uvicorn.Server):
         self._signals += 1
         if self._signals > 1:
             logger.warning("second signal: ending at once")
-            self._end(force=True)
+            self._state.client.end_streams(StoppingError("the server was stopped at once"))
+            self._stop_now = asyncio.create_task(self._answered(_SHORT_ANSWER_SECONDS, force=True))
             return
         self._state.draining = True
         waiting = len(self._state.admission.tickets)
@@ -218,18 +220,18 @@ class _Server(uvicorn.Server):
             await asyncio.sleep(0.05)
         if tickets:
             logger.warning("%d requests are not done after --shutdown-timeout and are aborted", len(tickets))
-            words = "the server is being stopped, and --shutdown-timeout has passed"
-            self._state.client.end_streams(ApiError(503, words, code="draining"))
+            self._state.client.end_streams(StoppingError("the server stops: --shutdown-timeout has passed"))
             await asyncio.sleep(_ANSWER_SECONDS)
         self._end()
 
     def _engine_failed(self) -> None:
         self._code = EXIT_ENGINE_DEAD
-        self._failed = asyncio.create_task(self._answered())
+        self._failed = asyncio.create_task(self._answered(_ANSWER_SECONDS))
 
-    async def _answered(self) -> None:
-        await asyncio.sleep(_ANSWER_SECONDS)
-        self._end()
+    async def _answered(self, seconds: float, *, force: bool = False) -> None:
+        """End once handlers have had a moment to say why."""
+        await asyncio.sleep(seconds)
+        self._end(force=force)
 
     def _end(self, *, force: bool = False) -> None:
         self._state.stopped = True

@@ -90,7 +90,7 @@ class StructuredOutputs:
         self._vocab_size = vocab_size
 
     def validate(self, params: StructuredOutputsParams) -> None:
-        """Raise RequestError, saying why, for a form that cannot be honoured. Takes tenths of a second for the longest."""
+        """Raise RequestError, saying why, for a form that cannot be honoured; within tenths of a second."""
         grammar = _grammar(params)
         if len(grammar) > _MAX_FORM_CHARS:
             raise RequestError(
