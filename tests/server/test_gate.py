@@ -226,3 +226,14 @@ def test_fields_that_ask_for_nothing_are_taken(server: Running) -> None:
 def test_an_answer_without_a_key_has_its_request_id_too(server: Running) -> None:
     answer = httpx.get(f"{server.url}/v1/models", headers={"x-request-id": "who-am-i"})
     assert (answer.status_code, answer.headers["x-request-id"]) == (401, "who-am-i")
+
+
+def test_a_second_request_with_an_id_that_is_in_use_is_served_too(server: Running) -> None:
+    """Proxies try again under the same id."""
+    slow = Slow(server, 0, "twice")
+    answer = server.http.post(
+        "/v1/completions", json={"prompt": "a", "max_tokens": 2}, headers={"x-request-id": "twice"}
+    )
+    assert answer.status_code == 200
+    assert answer.headers["x-request-id"] == "twice"
+    slow.leave()

@@ -141,6 +141,11 @@ class EngineClient:
         """Whether the engine's process is there and does something: computes, or waits for requests."""
         return self._failure is None and self.hung_for < self._timeout
 
+    def free_id(self, wanted: str) -> str:
+        """`wanted`, or that with a number behind it where a request of this name has not ended."""
+        names = (wanted, *(f"{wanted}~{number}" for number in range(2, len(self.streams) + 3)))
+        return next(name for name in names if name not in self.streams)
+
     def add(self, request: AddRequest, token_ids: TokenIds) -> RequestStream:
         """Queue a request. Raises EngineDeadError, and RequestError for an id that is in use."""
         if self._failure is not None:

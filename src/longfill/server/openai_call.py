@@ -31,6 +31,8 @@ from longfill.server.streams import RequestStream
 
 HEADERS_WITHIN = 0.7
 """Seconds from the end of the body in which an error still gets a status; then a stream's headers go out."""
+_LARGE_BODY = 16 * 2**20
+"""Bytes beyond which reading a body takes the lane of long work: as many small messages it may take a second."""
 _LARGE_ANSWER = 4096
 """What shows more tokens of a prompt than this is written in a thread."""
 
@@ -87,8 +89,9 @@ class Call:
         """Check the body."""
         self._size = len(body)
         async with self._in_time():
-            # Reading is short work even for a large body, and says whether headers have to be sent soon.
-            self._parsed = await self._serving.lanes.run(0, self._endpoint.read, body)
+            # Reading is short work even for a prompt of a million tokens, and says whether headers are wanted soon.
+            size = self._size if self._size > _LARGE_BODY else 0
+            self._parsed = await self._serving.lanes.run(size, self._endpoint.read, body)
         self.body = self._parsed.body
         if self.body.timeout is not None:
             self._timeout = min(self.body.timeout, self._timeout or self.body.timeout)
@@ -111,6 +114,8 @@ class Call:
         states = [PromptState(prompt, params) for prompt, params in prepared.prompts]
         for index, (prompt, params) in enumerate(prepared.prompts):
             name = state.request_id if len(states) == 1 else f"{state.request_id}-{index}"
+            # A proxy that tries again keeps the id, while the first try may still be on its way out of the engine.
+            name = self._serving.client.free_id(name)
             stream = self._serving.client.add(self._message(name, params), prompt.token_ids)
             self._streams.append(self._entered.enter_context(stream))
             state.ticket.streams.append(stream)
