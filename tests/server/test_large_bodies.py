@@ -78,35 +78,69 @@ def _send_four(server: Running, kind: str) -> list[httpx.Response]:
 
 @pytest.mark.parametrize("kind", BODIES)
 def test_four_large_prompts_at_once_do_not_hold_the_others_up(tiny_server: Running, kind: str) -> None:
-    """/health stays quick, and so do small requests, which take the other lane. Machines of tests are busy: the limits
-    here are wide; alone, the 99th percentile of /health is below 50 ms."""
+    """Answers to others come between, not behind: /health and small requests, which take the other lane."""
     _content(kind)  # while this process writes JSON, its own threads would take the server for slow
-    health = _Watch(_health(tiny_server))
-    small = _Watch(lambda: _assert_ok(tiny_server.post("/tokenize", prompt="a few words")))
+    health, small = _watches(tiny_server)
     try:
         health.start()
         small.start()
         answers = _send_four(tiny_server, kind)
-        while len(health.seconds) < 100 or len(small.seconds) < 100:
-            answers = _send_four(tiny_server, kind)
+        between = len(health.seconds), len(small.seconds)
         assert [answer.json()["error"]["code"] for answer in answers] == ["context_length_exceeded"] * 4
     finally:
-        percentiles = health.p99(), small.p99()
-    assert percentiles[0] < 0.25
-    assert percentiles[1] < 0.5
+        health.p99(), small.p99()
+    assert min(between) >= 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", BODIES)
+def test_health_stays_below_50_ms_beside_four_large_prompts(tiny_server: Running, kind: str) -> None:
+    """API-03's limit, on a machine that does nothing else."""
+    _content(kind)
+    health = _Watch(_health(tiny_server))
+    try:
+        health.start()
+        while len(health.seconds) < 300:
+            _send_four(tiny_server, kind)
+    finally:
+        percentile = health.p99()
+    assert percentile < 0.05
+
+
+def _watches(server: Running) -> tuple[_Watch, _Watch]:
+    small = _Watch(lambda: _assert_ok(server.post("/tokenize", prompt="a few words")))
+    return _Watch(_health(server)), small
 
 
 def _assert_ok(answer: httpx.Response) -> None:
     assert answer.status_code == 200, answer.text
 
 
-def test_a_running_stream_goes_on_while_a_large_prompt_is_tokenised(tiny_server: Running) -> None:
+@pytest.mark.slow
+def test_a_running_stream_has_no_gap_of_200_ms_beside_four_large_prompts(tiny_server: Running) -> None:
+    """API-03's limit, on a machine that does nothing else; the model's steps take a few ms."""
+    gaps = _gaps_beside_large_prompts(tiny_server)
+    assert max(gaps) < 0.2
+
+
+def test_a_running_stream_goes_on_while_large_prompts_are_tokenised(tiny_server: Running) -> None:
+    assert len(_gaps_beside_large_prompts(tiny_server)) > 300
+
+
+def _gaps_beside_large_prompts(server: Running) -> list[float]:
+    """Seconds between the frames of a stream that runs for as long as four large prompts are tokenised."""
     _content("chats")
-    body = {"prompt": "a", "max_tokens": 600, "ignore_eos": True, "stream": True}
-    with tiny_server.http.stream("POST", "/v1/completions", json=body) as response:
-        large = threading.Thread(target=_send_four, args=(tiny_server, "chats"), daemon=True)
-        large.start()
-        moments = [time.perf_counter() for line in response.iter_lines() if line.startswith("data: {")]
+    large = threading.Thread(target=_send_four, args=(server, "chats"), daemon=True)
+    moments: list[float] = []
+    body = {"prompt": "a", "max_tokens": 2000, "ignore_eos": True, "stream": True}
+    with server.http.stream("POST", "/v1/completions", json=body) as response:
+        for line in response.iter_lines():
+            if line.startswith("data: {"):
+                moments.append(time.perf_counter())
+            if len(moments) == 10:
+                large.start()
+            if len(moments) > 10 and not large.is_alive():
+                break
     large.join(120)
-    assert len(moments) > 300
-    assert max(np.diff(moments)) < 1.0
+    assert not large.is_alive()
+    return np.diff(moments).tolist()
