@@ -44,11 +44,7 @@ def make_app(state: AppState) -> FastAPI:
     app.include_router(live_router(state))
     app.include_router(openai_router(state))
     app.add_exception_handler(HTTPException, _http_error)
-<<<<<<< HEAD
-    # What `Exception` stands for is raised again behind the answer, which closes the connection: bugs only.
-=======
     # Starlette closes the connection after what only `Exception` covers, which a refusal must not do.
->>>>>>> h_bench
     for kind in (ApiError, LongfillError, Exception):
         app.add_exception_handler(kind, answer_api_error)
     app.add_middleware(Gate, state=state)
