@@ -200,3 +200,22 @@ def test_unknown_paths_and_methods_have_an_error_object(server: Running, method:
     answer = server.http.request(method, path)
     assert answer.status_code == status
     assert answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("prefix", ["", "/llm"])
+def test_a_proxy_may_leave_the_root_path_or_take_it_off(random_model: Path, tmp_path: Path, prefix: str) -> None:
+    flags = ("--root-path", "/llm", "--api-key", "k")
+    with running(random_model, *flags, log=tmp_path / "log") as server:
+        assert httpx.get(f"{server.url}{prefix}/health").status_code == 200
+        url, body = f"{server.url}{prefix}/v1/completions", {"prompt": "a", "max_tokens": 1}
+        assert httpx.post(url, json=body).status_code == 401
+        answer = httpx.post(url, json=body, headers={"Authorization": "Bearer k"})
+        assert answer.status_code == 200, answer.text
+
+
+def test_a_request_whose_id_has_a_slash_can_be_found_and_ended(server: Running) -> None:
+    slow = Slow(server, 0, "a/b")
+    assert server.http.get("/v1/requests/a/b").json()["state"] == "decode"
+    assert server.http.post("/v1/requests/a/b/abort").json() == {"id": "a/b", "aborted": True}
+    server.wait_until_idle()
+    slow.leave()

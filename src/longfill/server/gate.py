@@ -47,7 +47,7 @@ class Gate:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        headers = Headers(scope=scope)
+        headers, path = Headers(scope=scope), _route(scope)
         given = headers.get("x-request-id")
         answer = _Answer(send, scope)
         ticket: Ticket | None = None
@@ -61,12 +61,12 @@ class Gate:
             values |= {
                 "request_id": request_id,
                 "arrival": time.monotonic(),
-                "tenant": self._tenant(scope["path"], headers),
+                "tenant": self._tenant(path, headers),
                 "cache_salt": self._state.server_args.cache_salt,
             }
             body = _Body(receive, self._limit(headers))
-            if scope["path"] in GENERATES and scope["method"] == "POST":
-                ticket = values["ticket"] = self._ticket(request_id, scope["path"], values["tenant"])
+            if path in GENERATES and scope["method"] == "POST":
+                ticket = values["ticket"] = self._ticket(request_id, path, values["tenant"])
             await self._app(scope, body, answer)
         except (ApiError, OverloadedError) as error:
             if answer.begun:
@@ -129,6 +129,13 @@ class Gate:
                 headers={"Retry-After": "5"},
             )  # fmt: skip
         return state.admission.enter(request_id, path, tenant)
+
+
+def _route(scope: Scope) -> str:
+    """The path as routes have it: without --root-path, which a proxy may have left in place."""
+    path: str = scope["path"]
+    root: str = scope.get("root_path", "")
+    return path.removeprefix(root) if path.startswith(f"{root}/") else path
 
 
 def _refusal(error: ApiError | OverloadedError) -> ApiError:

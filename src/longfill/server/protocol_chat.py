@@ -165,6 +165,8 @@ class ChatFields(Body):
     @field_validator("chat_template_kwargs")
     @classmethod
     def _only_variables(cls, given: dict[str, Any] | None) -> dict[str, Any] | None:
+        if "self" in (given or ()):
+            raise ValueError("self is Jinja's own")
         taken = sorted(set(given or ()) & {"messages", "tools", "add_generation_prompt", "continue_final_message"})
         if taken:
             raise ValueError(f"{taken[0]} is a field of the body, not a variable of the template")

@@ -68,7 +68,7 @@ def system_router(state: AppState) -> APIRouter:
         return {"object": "list", "data": data, "num_requests": len(shown)}
 
     @router.get(
-        "/v1/requests/{request_id}",
+        "/v1/requests/{request_id:path}",
         summary="One request, and how much of its prompt was cached and why",
         responses={404: {}},
     )
@@ -84,7 +84,9 @@ def system_router(state: AppState) -> APIRouter:
         return {"id": request_id, "state": "ended"} | cache
 
     @router.post(
-        "/v1/requests/{request_id}/abort", summary="End a request; its client gets what it has", responses={404: {}}
+        "/v1/requests/{request_id:path}/abort",
+        summary="End a request; its client gets what it has",
+        responses={404: {}},
     )
     async def abort(request_id: str, request: Request) -> dict[str, Any]:
         found = [ticket for ticket in _visible(state, request) if ticket.request_id == request_id]

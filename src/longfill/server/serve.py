@@ -14,7 +14,8 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any, TypeVar
 
 import uvicorn
 
@@ -27,11 +28,13 @@ from longfill.server.app import make_app
 from longfill.server.args import ServerArgs
 from longfill.server.cache_report import CacheReports
 from longfill.server.client import EngineClient
+from longfill.server.http_head import HeadLimit
 from longfill.server.metrics import Metrics
 from longfill.server.routes_system import effective_config
 from longfill.server.state import AppState
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 _ANSWER_SECONDS = 1.0
 """What handlers get to answer with 5xx once the engine has failed."""
@@ -68,11 +71,14 @@ def _bind(host: str, port: int) -> socket.socket:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, port))
     except OSError as error:
-        raise ConfigError(
-            f"--host {host} --port {port}: cannot be had ({error.strerror or error}); choose another, or end what "
-            "uses it"
-        ) from None
+        raise _taken(host, port, error) from None
     return listener
+
+
+def _taken(host: str, port: int, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"--host {host} --port {port}: cannot be had ({error.strerror or error}); choose another, or end what uses it"
+    )
 
 
 async def _serve(
@@ -83,7 +89,8 @@ async def _serve(
         try:
             began = time.monotonic()
             await _or_interrupt(client.start(), interrupted)
-            state = await asyncio.to_thread(_state, client, args, server_args, time.monotonic() - began)
+            load = asyncio.to_thread(_state, client, args, server_args, time.monotonic() - began)
+            state = await _or_interrupt(load, interrupted)
             server = _Server(state, listener, on_ready)
             return await server.run()
         except _InterruptedError:
@@ -132,16 +139,15 @@ def _interrupts() -> Iterator[asyncio.Event]:
             loop.remove_signal_handler(number)
 
 
-async def _or_interrupt(work: object, event: asyncio.Event) -> None:
-    """Wait for `work`, or raise _InterruptedError where the event comes first."""
-    assert asyncio.iscoroutine(work)
+async def _or_interrupt(work: Coroutine[Any, Any, T], event: asyncio.Event) -> T:
+    """What `work` returns; raises _InterruptedError where the event comes first."""
     task, waits = asyncio.ensure_future(work), asyncio.ensure_future(event.wait())
     await asyncio.wait({task, waits}, return_when=asyncio.FIRST_COMPLETED)
     waits.cancel()
     if not task.done():
         task.cancel()
         raise _InterruptedError
-    await task
+    return await task
 
 
 class _Server(uvicorn.Server):
@@ -151,6 +157,7 @@ class _Server(uvicorn.Server):
         args = state.server_args
         config = uvicorn.Config(
             make_app(state),
+            http=HeadLimit,
             log_config=None,
             access_log=False,
             server_header=False,
@@ -176,6 +183,10 @@ class _Server(uvicorn.Server):
         if client.failure is not None:
             self._engine_failed()
         logger.info("configuration: %s", json.dumps(effective_config(self._state), default=str))
+        try:
+            self._listener.listen(self.config.backlog)
+        except OSError as error:  # two servers can bind one address, until one of them listens
+            raise _taken(self._state.server_args.host, self._state.server_args.port, error) from None
         await self.serve(sockets=[self._listener])
         self._state.stopped = True
         return self._code
