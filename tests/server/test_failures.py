@@ -239,6 +239,42 @@ def test_a_port_in_use_is_said_before_the_model_is_loaded(tmp_path: Path) -> Non
     assert "kernels" not in text
 
 
+def test_a_certificate_that_cannot_be_used_is_said_before_the_model_is_loaded(tmp_path: Path) -> None:
+    files = tmp_path / "key.pem", tmp_path / "cert.pem"
+    for file in files:
+        file.write_text("no PEM")
+    flags = ("--ssl-keyfile", str(files[0]), "--ssl-certfile", str(files[1]))
+    with contextlib.suppress(AssertionError), running("needle", *flags, log=tmp_path / "log"):
+        pytest.fail("it has started")
+    text = (tmp_path / "log").read_text()
+    assert f"longfill: error: --ssl-certfile {files[1]}" in text
+    assert "kernels" not in text
+
+
+def test_a_server_whose_output_is_closed_serves_and_ends_with_zero() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = str(other.getsockname()[1])
+    code = "from longfill.cli.main import main; main()"
+    command = [sys.executable, "-c", code, "serve", "needle", "--host", "127.0.0.1", "--port", port, *FLAGS]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    process = subprocess.Popen(["sh", "-c", 'exec "$@" >&- 2>&-', "sh", *command], env=environment)
+    try:
+        until, url = time.monotonic() + 60, f"http://127.0.0.1:{port}"
+        while True:
+            assert process.poll() is None
+            with contextlib.suppress(httpx.TransportError):
+                assert httpx.get(f"{url}/health").status_code == 200
+                break
+            assert time.monotonic() < until
+            time.sleep(0.1)
+        assert httpx.post(f"{url}/v1/completions", json={"prompt": "a", "max_tokens": 1}).status_code == 200
+        process.terminate()
+        assert process.wait(20) == 0
+    finally:
+        process.kill()
+        process.wait()
+
+
 def test_a_port_taken_while_the_model_is_loaded_is_said(tmp_path: Path) -> None:
     """Two sockets can be bound to one address, until one of them listens."""
     with socket.socket() as other:

@@ -12,6 +12,7 @@ import json
 import logging
 import signal
 import socket
+import ssl
 import sys
 import time
 from collections.abc import Callable, Coroutine, Iterator
@@ -55,11 +56,26 @@ def run_server(args: EngineArgs, server_args: ServerArgs, *, on_ready: Callable[
     logging.basicConfig(
         stream=sys.stderr, level=server_args.log_level.upper(), format="%(asctime)s %(levelname)s api: %(message)s"
     )
+    _check_certificate(server_args)
     listener = _bind(server_args.host, server_args.port)
     # A thread that computes (JSON, templates) hands over after this long, so that the event loop never waits for more
     # than a few of these.
     sys.setswitchinterval(0.001)
     return asyncio.run(_serve(args, server_args, listener, on_ready))
+
+
+def _check_certificate(args: ServerArgs) -> None:
+    """Raise ConfigError for files that HTTPS cannot be served with, before the model is loaded."""
+    if args.ssl_certfile is None:
+        return
+    try:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(args.ssl_certfile, args.ssl_keyfile, password=lambda: "")  # never ask the terminal
+    except OSError as error:
+        raise ConfigError(
+            f"--ssl-certfile {args.ssl_certfile} --ssl-keyfile {args.ssl_keyfile}: {error.strerror or error}; give a "
+            "certificate and its key, both in PEM, the key without a passphrase"
+        ) from None
 
 
 def _bind(host: str, port: int) -> socket.socket:
