@@ -219,3 +219,10 @@ def test_a_request_whose_id_has_a_slash_can_be_found_and_ended(server: Running) 
     assert server.http.post("/v1/requests/a/b/abort").json() == {"id": "a/b", "aborted": True}
     server.wait_until_idle()
     slow.leave()
+
+
+def test_a_key_may_have_any_letters(random_model: Path, tmp_path: Path) -> None:
+    with running(random_model, "--api-key", "clé", log=tmp_path / "log") as server:
+        for given, status in (("clé", 200), ("cle", 401)):
+            headers = {b"Authorization": f"Bearer {given}".encode()}
+            assert httpx.get(f"{server.url}/v1/models", headers=headers).status_code == status

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import resource
 import signal
 import socket
 import ssl
@@ -44,6 +45,7 @@ _IDLE_SECONDS = 75
 server that closes first may do so just when the next request is on its way."""
 _CLOSE_SECONDS = 2
 """What connections get to close at the end."""
+_OPEN_FILES = 65536
 
 EXIT_ENGINE_DEAD = 1
 
@@ -56,12 +58,21 @@ def run_server(args: EngineArgs, server_args: ServerArgs, *, on_ready: Callable[
     logging.basicConfig(
         stream=sys.stderr, level=server_args.log_level.upper(), format="%(asctime)s %(levelname)s api: %(message)s"
     )
+    _raise_file_limit()
     _check_certificate(server_args)
     listener = _bind(server_args.host, server_args.port)
     # A thread that computes (JSON, templates) hands over after this long, so that the event loop never waits for more
     # than a few of these.
     sys.setswitchinterval(0.001)
     return asyncio.run(_serve(args, server_args, listener, on_ready))
+
+
+def _raise_file_limit() -> None:
+    """Take as many open files as the system grants: each connection is one, and the usual 1024 are soon gone."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(_OPEN_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _check_certificate(args: ServerArgs) -> None:
