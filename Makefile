@@ -1,4 +1,5 @@
 # make demo       a 131,072-token text, one hidden fact, one question   (ARGS="--context 32768 --depth 0.3")
+# make serve      the bundled model over the OpenAI API on port 8000    (ARGS="--port 9000")
 # make test       the tests, without the minutes-long ones              (ARGS="-k scheduler")
 # make test-all   the tests, with them
 # make bench      a quick look at kernels and prefill on this machine   (ARGS="--plot roofline.png" for the first)
@@ -20,7 +21,7 @@ PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN
 # What an installation is made from: it holds compiled kernels, so a change of theirs installs anew.
 BUILT  := pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*)
 
-.PHONY: help demo test test-all bench lint clean
+.PHONY: help demo serve test test-all bench lint clean
 .DEFAULT_GOAL := help
 
 help:
@@ -28,6 +29,9 @@ help:
 
 demo: $(VENV)/.run
 	@$(BIN)/longfill demo $(ARGS)
+
+serve: $(VENV)/.run
+	@$(BIN)/longfill serve $(ARGS)
 
 test: $(VENV)/.dev
 	@$(PYTEST) -m "not slow" $(ARGS)
@@ -51,7 +55,7 @@ clean:
 # The stamps make a second `make demo` or `make test` start at once.
 $(VENV)/.run: $(BUILT) | $(BIN)/python
 	@echo "installing longfill into $(VENV) (minutes the first time: PyTorch is large)"
-	@$(PIP) -e .
+	@$(PIP) -e '.[server]'
 	@touch $@
 
 $(VENV)/.dev: $(BUILT) | $(BIN)/python

@@ -35,3 +35,7 @@ class OverloadedError(LongfillError):
     def __init__(self, message: str, retry_after: int) -> None:
         super().__init__(message)
         self.retry_after = retry_after
+
+
+class StoppingError(LongfillError):
+    """The server is being stopped, and what it was asked for will not be done."""

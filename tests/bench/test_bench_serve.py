@@ -59,13 +59,13 @@ def test_times_of_a_server_with_known_times_are_found(bench, script):
     assert ran.code == 0
     figures = ran.values["overall"]
     assert figures["completed"] == 4
-    # The wide upper limits are for a busy machine; a time that includes or leaves out another phase is outside them.
-    assert 400 <= figures["p50_ttft_ms"] < 550
-    assert 95 <= figures["mean_tpot_ms"] < 150
-    assert 95 <= figures["median_itl_ms"] < 150
-    assert 800 <= figures["mean_e2el_ms"] < 1100
+    # Upper limits only where a time that includes another phase would be outside them, however busy the machine is.
+    assert 400 <= figures["p50_ttft_ms"] <= figures["mean_e2el_ms"] - 390
+    assert 95 <= figures["median_itl_ms"] < 400
+    assert 95 <= figures["mean_tpot_ms"] <= (figures["mean_e2el_ms"] - 400) / 4
+    assert 800 <= figures["mean_e2el_ms"] <= 1e3 * ran.values["duration"]
     assert figures["max_silence_ms"] >= 395
-    assert 0.8 <= ran.values["duration"] < 1.2
+    assert 0.8 <= ran.values["duration"] < 3.2, "four at a time, not one after another"
     assert figures["max_concurrent_requests"] == script.most_running == 4
     assert (figures["total_input_tokens"], figures["total_output_tokens"]) == (80, 20)
 

@@ -43,6 +43,8 @@ def scripted_server(scripted_model: Path, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.fixture(scope="module")
 def needle_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """The bundled model."""
-    with running("needle", "--max-model-len", "16384", log=tmp_path_factory.mktemp("log") / "needle.log") as server:
+    """The bundled model, with room for 131,072 tokens and an answer."""
+    log = tmp_path_factory.mktemp("log") / "needle.log"
+    flags = ("--max-model-len", "131200", "--max-num-batched-tokens", "2048", "--sse-keepalive-interval", "1")
+    with running("needle", *flags, log=log) as server:
         yield server

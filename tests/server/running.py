@@ -29,11 +29,11 @@ END_SECONDS = 20.0
 class Running:
     """A server that takes requests."""
 
-    def __init__(self, process: subprocess.Popen[bytes], url: str, log: Path) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], url: str, log: Path, http: httpx.Client | None = None) -> None:
         self.process = process
         self.url = url
         self.log_file = log
-        self.http = httpx.Client(base_url=url, timeout=60)
+        self.http = http or httpx.Client(base_url=url, timeout=60)
 
     @property
     def log(self) -> str:

@@ -64,4 +64,4 @@ def test_plan_05_a_seed_that_the_server_has_seen_is_warned_about(bench):
     assert "CACHED" not in said_first
     assert "OF PROMPT TOKENS WERE CACHED" in said_second
     assert sum(request["cached_tokens"] for request in second["requests"]) > 3000
-    assert second["overall"]["mean_ttft_ms"] < first["overall"]["mean_ttft_ms"]
+    assert not any(request["cached_tokens"] for request in first["requests"])

@@ -1,4 +1,4 @@
-"""API-06: a client that goes away, in any phase and streaming or not, ends its request and frees its pages."""
+"""API-06: a client that goes away, in any phase, ends its request and frees its pages; so does an operator."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import json
 import os
 import signal
 import socket
+import threading
 import time
 from typing import Any
 
+import httpx
 import pytest
 from tests.server.running import Running
 
@@ -60,4 +62,28 @@ def test_leaving_while_the_prompt_is_made_is_noticed(tiny_server: Running, strea
 
 def test_leaving_with_several_prompts_ends_them_all(tiny_server: Running) -> None:
     _leave(tiny_server, "decode", prompt=["a", "b", "c"], max_tokens=2000, ignore_eos=True)
+    assert tiny_server.wait_until_idle() < 2
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_operator_ends_a_request_whose_client_gets_what_it_has(
+    tiny_server: Running, path: str, stream: bool
+) -> None:
+    prompt = {"prompt": "a"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "a"}]}
+    body = {**prompt, "max_tokens": 1900, "ignore_eos": True, "n": 2}
+    answers: list[list[dict[str, Any]]] = []
+
+    def ask() -> None:
+        with httpx.Client(base_url=tiny_server.url, timeout=60) as client:
+            own = Running(tiny_server.process, tiny_server.url, tiny_server.log_file, client)
+            answers.append(own.events(path, **body) if stream else [own.post(path, **body).json()])
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    request = tiny_server.wait_for("decode")
+    assert tiny_server.post(f"/v1/requests/{request['id']}/abort").json()["aborted"] is True
+    thread.join(20)
+    reasons = [choice["finish_reason"] for event in answers[0] for choice in event["choices"]]
+    assert [reason for reason in reasons if reason] == ["abort"] * 2
     assert tiny_server.wait_until_idle() < 2

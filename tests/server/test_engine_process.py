@@ -21,7 +21,7 @@ from longfill.config import EngineArgs
 from longfill.errors import EngineDeadError, LongfillError, RequestError
 from longfill.request import RequestOutputKind, SamplingParams, TokenIds
 from longfill.server.client import EngineClient
-from longfill.server.messages import AddRequest, Ledger
+from longfill.server.messages import AddRequest, Ledger, StepRecord
 from longfill.server.streams import RequestStream
 
 LONG = 12_000
@@ -51,11 +51,11 @@ def request(name: str, **params: Any) -> AddRequest:
 async def rest(stream: RequestStream) -> list[int]:
     """Tokens to the end."""
     tokens: list[int] = []
-    while not stream.finished:
+    while True:
         delta = await asyncio.wait_for(stream.next(), 60)
-        if delta is not None:
-            tokens += [token for part in delta.completions for token in part.token_ids]
-    return tokens
+        tokens += [token for part in delta.completions for token in part.token_ids]
+        if delta.finished:
+            return tokens
 
 
 async def end(stream: RequestStream) -> None:
@@ -188,17 +188,34 @@ def test_an_abort_in_any_phase_gives_all_pages_back(phase: str, n: int) -> None:
     run(body)
 
 
+def test_a_listener_that_raises_ends_all_requests_rather_than_leaving_them_to_wait() -> None:
+    def broken(_: StepRecord) -> None:
+        raise ValueError("counters can only grow")
+
+    async def body() -> None:
+        async with started() as client:
+            told: list[None] = []
+            client.on_failure = lambda: told.append(None)
+            client.on_step.append(broken)
+            stream = client.add(request("r"), prompt(3))
+            with pytest.raises(EngineDeadError, match="counters can only grow"):
+                await end(stream)
+            assert told == [None]
+            assert not client.is_alive
+
+    run(body)
+
+
 def test_what_the_engine_refuses_is_the_requests_own_error_and_ids_are_taken_once() -> None:
     async def body() -> None:
         async with started() as client:
             refused = client.add(request("r"), prompt(20_000))
             with pytest.raises(RequestError, match="20,000"):
-                await refused.next(10)
+                await asyncio.wait_for(refused.next(), 10)
             stream = client.add(request("r"), prompt(3))
             with pytest.raises(RequestError, match="has not ended"):
                 client.add(request("r"), prompt(3))
             assert len(await rest(stream)) == 4
-            assert not client.abort("r")
 
     run(body)
 

@@ -12,7 +12,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+import uuid
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +35,23 @@ LONG = " ".join(f"The access code of amber falcon is {n:05d}." for n in range(60
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[Running]:
+    """One that a test may end."""
     with running("needle", *FLAGS, log=tmp_path / "log") as server:
         yield server
+
+
+@pytest.fixture(scope="module")
+def lasting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """One that outlives its tests."""
+    with running("needle", *FLAGS, log=tmp_path_factory.mktemp("log") / "log") as server:
+        yield server
+
+
+def wait_until(holds: Callable[[], bool], seconds: float = 20.0) -> None:
+    until = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < until, "it did not happen in time"
+        time.sleep(0.01)
 
 
 class Asking(threading.Thread):
@@ -44,7 +60,8 @@ class Asking(threading.Thread):
     def __init__(self, server: Running, **body: Any) -> None:
         super().__init__(daemon=True)
         self._server = server
-        self._body = {"prompt": LONG, "max_tokens": 40, "ignore_eos": True, **body}
+        # Under a salt of its own, no prompt is in the cache.
+        self._body = {"prompt": LONG, "max_tokens": 40, "ignore_eos": True, "cache_salt": uuid.uuid4().hex, **body}
         self.status = 0
         self.text = ""
         self.error: Exception | None = None
@@ -80,10 +97,8 @@ def test_when_the_engine_is_killed_all_clients_get_5xx_and_the_process_ends_with
     decoding = Asking(server, stream=True, prompt="The access code", max_tokens=5000)
     server.wait_for("decode")
     asking = [Asking(server), Asking(server, stream=True), Asking(server, n=2, temperature=1.0)]
-    deadline = time.monotonic() + 20
     # A stream whose headers have gone out can only be told by an event.
-    while (len(server.requests()) < 4 or not asking[1].status) and time.monotonic() < deadline:
-        time.sleep(0.02)
+    wait_until(lambda: len(server.requests()) == 4 and asking[1].status > 0)
     engine, began = server.engine_pid, time.monotonic()
     os.kill(engine, signal.SIGKILL)
     for client in (asking[0], asking[2]):
@@ -99,33 +114,32 @@ def test_when_the_engine_is_killed_all_clients_get_5xx_and_the_process_ends_with
     assert not psutil.pid_exists(engine)
 
 
-def test_a_hung_engine_makes_health_503_within_ten_seconds_and_a_busy_one_does_not(server: Running) -> None:
+def test_a_hung_engine_makes_health_503_within_ten_seconds_and_a_busy_one_does_not(lasting: Running) -> None:
     """API-12."""
-    client = Asking(server, stream=True)
-    server.wait_for("prefill")
-    assert server.http.get("/health").status_code == server.http.get("/ready").status_code == 200
-    engine, began = server.engine_pid, time.monotonic()
+    client = Asking(lasting, stream=True)
+    lasting.wait_for("prefill")
+    assert lasting.http.get("/health").status_code == lasting.http.get("/ready").status_code == 200
+    engine, began = lasting.engine_pid, time.monotonic()
     os.kill(engine, signal.SIGSTOP)
     try:
-        while server.http.get("/health").status_code == 200:
+        while lasting.http.get("/health").status_code == 200:
             assert time.monotonic() - began < 10
             time.sleep(0.1)
-        answer = server.http.get("/ready")
+        answer = lasting.http.get("/ready")
         assert answer.status_code == 503
         assert answer.json()["status"] == "hung"
     finally:
         os.kill(engine, signal.SIGCONT)
     assert client.result(60).events[-1] == "[DONE]"
-    assert server.http.get("/health").status_code == 200
+    assert lasting.http.get("/health").status_code == 200
 
 
 def test_sigterm_lets_requests_finish_refuses_others_and_ends_with_zero(server: Running) -> None:
     """API-20."""
-    asking = [Asking(server, stream=True), Asking(server), Asking(server, prompt="The access code")]
-    server.wait_for("prefill")
+    asking = [Asking(server, stream=True), Asking(server), Asking(server, prompt="The access code", max_tokens=200)]
+    wait_until(lambda: len(server.requests()) == 3)
     server.process.send_signal(signal.SIGTERM)
-    while server.http.get("/ready").status_code == 200:
-        time.sleep(0.01)
+    wait_until(lambda: server.http.get("/ready").status_code == 503)
     assert server.http.get("/health").status_code == 200
     late = server.post("/v1/completions", model="needle", prompt="The", max_tokens=1)
     assert late.status_code == 503
@@ -140,14 +154,18 @@ def test_sigterm_lets_requests_finish_refuses_others_and_ends_with_zero(server: 
 
 
 def test_a_second_sigterm_ends_at_once(server: Running) -> None:
-    Asking(server, stream=True, max_tokens=6000)
+    asking = [Asking(server, stream=True, max_tokens=6000), Asking(server, max_tokens=6000)]
     server.wait_for("prefill")
+    while not asking[0].status or len(server.requests()) < 2:
+        time.sleep(0.01)
     engine = server.engine_pid
     for _ in range(2):
         server.process.send_signal(signal.SIGTERM)
         time.sleep(0.2)
     assert server.process.wait(10) == 0
     assert not psutil.pid_exists(engine)
+    assert json.loads(asking[0].result(5).events[-2])["error"]["code"] == "draining"
+    assert asking[1].result(5).status == 503
 
 
 def test_what_is_not_done_after_the_shutdown_timeout_ends_with_an_error_event(tmp_path: Path) -> None:
@@ -156,47 +174,42 @@ def test_what_is_not_done_after_the_shutdown_timeout_ends_with_an_error_event(tm
         server.wait_for("decode")
         server.process.send_signal(signal.SIGTERM)
         *_, error, done = client.result(20).events
-        assert "error" in json.loads(error)
+        assert json.loads(error)["error"]["code"] == "draining"
         assert done == "[DONE]"
         assert server.process.wait(10) == 0
 
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
-def test_a_killed_client_gives_its_pages_back(server: Running, stream: bool, phase: str) -> None:
+def test_a_killed_client_gives_its_pages_back(lasting: Running, stream: bool, phase: str) -> None:
     """API-06, with a client that can say no goodbye: a process that is killed."""
     body = {
         "prompt": LONG if phase == "prefill" else "The access code", "max_tokens": 6000, "ignore_eos": True,
-        "stream": stream,
+        "stream": stream, "cache_salt": uuid.uuid4().hex,
     }  # fmt: skip
     code = "import httpx, sys; httpx.post(sys.argv[1], content=sys.argv[2], timeout=600)"
-    command = [sys.executable, "-c", code, f"{server.url}/v1/completions", json.dumps(body)]
+    command = [sys.executable, "-c", code, f"{lasting.url}/v1/completions", json.dumps(body)]
     with subprocess.Popen(command) as client:
-        server.wait_for(phase)
-        assert server.pages_used() > 0
+        lasting.wait_for(phase)
+        assert lasting.pages_used() > 0
         client.kill()
-    assert server.wait_until_idle(10) < 5
-    assert server.post("/v1/completions", prompt="The access code", max_tokens=3).status_code == 200
+    assert lasting.wait_until_idle(10) < 5
+    assert lasting.post("/v1/completions", prompt="The access code", max_tokens=3).status_code == 200
 
 
-def test_a_client_that_leaves_in_the_queue_leaves_nothing(server: Running) -> None:
+def test_a_client_that_leaves_in_the_queue_leaves_nothing(lasting: Running) -> None:
     """n > 1 too; the connection is cut while others run."""
-    running_one = Asking(server, stream=True, max_tokens=100)
-    server.wait_for("prefill")
+    running_one = Asking(lasting, stream=True, max_tokens=100)
+    lasting.wait_for("prefill")
     for n in (1, 3):
         body = json.dumps({"prompt": LONG, "max_tokens": 50, "n": n, "temperature": 1.0}).encode()
         head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
-        with socket.create_connection(("127.0.0.1", server.port)) as raw:
+        with socket.create_connection(("127.0.0.1", lasting.port)) as raw:
             raw.sendall(head + body)
-            until = time.monotonic() + 10
-            while len(server.requests()) < 2 and time.monotonic() < until:
-                time.sleep(0.01)
-        until = time.monotonic() + 10
-        while len(server.requests()) > 1:
-            assert time.monotonic() < until
-            time.sleep(0.01)
+            wait_until(lambda: len(lasting.requests()) == 2)
+        wait_until(lambda: len(lasting.requests()) == 1)
     assert running_one.result(60).events[-1] == "[DONE]"
-    server.wait_until_idle()
+    lasting.wait_until_idle()
 
 
 def test_the_engine_ends_with_a_killed_server(server: Running) -> None:
@@ -355,10 +368,9 @@ def test_a_signal_while_the_model_is_loaded_ends_it(tmp_path: Path) -> None:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     with (tmp_path / "log").open("wb") as log:
         process = subprocess.Popen(command, stderr=log, env=environment)
-    until = time.monotonic() + 60
-    while not (children := psutil.Process(process.pid).children()):
-        assert time.monotonic() < until
-        time.sleep(0.01)
+    api = psutil.Process(process.pid)
+    wait_until(lambda: bool(api.children()), 60)
+    children = api.children()
     process.send_signal(signal.SIGTERM)
     assert process.wait(20) == 0
     _, alive = psutil.wait_procs(children, timeout=10)

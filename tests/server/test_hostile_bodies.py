@@ -153,6 +153,11 @@ HOSTILE: dict[str, tuple[str, Any]] = {
     "regex broken": _completion(structured_outputs={"regex": "("}),
     "grammar broken": _completion(structured_outputs={"grammar": "start: %%"}),
     "schema no schema": _completion(structured_outputs={"json": {"type": "nothing"}}),
+    "schema of 15,000 properties": _completion(
+        structured_outputs={
+            "json": {"type": "object", "properties": {f"p{i}": {"maxLength": 50} for i in range(15_000)}}
+        }
+    ),
     "two forms": _completion(structured_outputs={"regex": "a", "choice": ["a"]}),
     "no form": _completion(structured_outputs={}),
     "choice empty": _completion(structured_outputs={"choice": []}),

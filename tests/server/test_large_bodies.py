@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import http.client
+import json
 import threading
 import time
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import httpx
@@ -41,7 +43,6 @@ class _Watch(threading.Thread):
     def p99(self) -> float:
         self.stopped.set()
         self.join(30)
-        assert len(self.seconds) >= 20
         return float(np.percentile(self.seconds, 99))
 
 
@@ -55,12 +56,17 @@ def _health(server: Running) -> Callable[[], None]:
     return ask
 
 
+@cache
+def _content(kind: str) -> bytes:
+    return json.dumps({**BODIES[kind][1], "max_tokens": 1}).encode()
+
+
 def _send_four(server: Running, kind: str) -> list[httpx.Response]:
-    path, body = BODIES[kind]
+    url, content = server.url + BODIES[kind][0], _content(kind)
     answers: list[httpx.Response] = []
 
     def send() -> None:
-        answers.append(httpx.post(server.url + path, json={**body, "max_tokens": 1}, timeout=120))
+        answers.append(httpx.post(url, content=content, timeout=120))
 
     threads = [threading.Thread(target=send) for _ in range(4)]
     for thread in threads:
@@ -74,14 +80,20 @@ def _send_four(server: Running, kind: str) -> list[httpx.Response]:
 def test_four_large_prompts_at_once_do_not_hold_the_others_up(tiny_server: Running, kind: str) -> None:
     """/health stays quick, and so do small requests, which take the other lane. Machines of tests are busy: the limits
     here are wide; alone, the 99th percentile of /health is below 50 ms."""
+    _content(kind)  # while this process writes JSON, its own threads would take the server for slow
     health = _Watch(_health(tiny_server))
     small = _Watch(lambda: _assert_ok(tiny_server.post("/tokenize", prompt="a few words")))
-    health.start()
-    small.start()
-    answers = _send_four(tiny_server, kind)
-    assert [answer.json()["error"]["code"] for answer in answers] == ["context_length_exceeded"] * 4
-    assert health.p99() < 0.25
-    assert small.p99() < 0.5
+    try:
+        health.start()
+        small.start()
+        answers = _send_four(tiny_server, kind)
+        while len(health.seconds) < 100 or len(small.seconds) < 100:
+            answers = _send_four(tiny_server, kind)
+        assert [answer.json()["error"]["code"] for answer in answers] == ["context_length_exceeded"] * 4
+    finally:
+        percentiles = health.p99(), small.p99()
+    assert percentiles[0] < 0.25
+    assert percentiles[1] < 0.5
 
 
 def _assert_ok(answer: httpx.Response) -> None:
@@ -89,6 +101,7 @@ def _assert_ok(answer: httpx.Response) -> None:
 
 
 def test_a_running_stream_goes_on_while_a_large_prompt_is_tokenised(tiny_server: Running) -> None:
+    _content("chats")
     body = {"prompt": "a", "max_tokens": 600, "ignore_eos": True, "stream": True}
     with tiny_server.http.stream("POST", "/v1/completions", json=body) as response:
         large = threading.Thread(target=_send_four, args=(tiny_server, "chats"), daemon=True)

@@ -83,7 +83,7 @@ def short_server(random_model: Path, tmp_path: Path) -> Iterator[Running]:
 
 
 @pytest.mark.slow
-def test_schemathesis_finds_no_5xx(short_server: Running) -> None:
+def test_schemathesis_finds_no_5xx(short_server: Running, tmp_path: Path) -> None:
     command = [
         *(sys.executable, "-m", "schemathesis.cli", "run", f"{short_server.url}/openapi.json"),
         *("--checks", "not_a_server_error", "--max-examples", "50", "--phases", "examples,coverage,fuzzing"),
@@ -91,7 +91,7 @@ def test_schemathesis_finds_no_5xx(short_server: Running) -> None:
         *("--exclude-path", "/v1/live", "--request-timeout", "60", "--seed", "1", "--continue-on-failure"),
         *("--suppress-health-check", "all"),
     ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=1200, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1200, check=False, cwd=tmp_path)
     statuses = re.findall(r"^\[(5\d\d)\]", done.stdout, re.M)
     assert set(statuses) <= {"504"}, done.stdout[-6000:]
     # All of its phases ran: without this, a wrong flag would look like success.

@@ -49,8 +49,7 @@ def test_taken_late_or_at_once_the_output_is_the_same(given_parts: list[dict[int
             source.put(delta(parts, finished=last))
             if not (take or last):
                 continue
-            got = await source.next(1)
-            assert got is not None
+            got = await source.next()
             assert [part.index for part in got.completions] == sorted({part.index for part in got.completions})
             for part in got.completions:
                 texts[part.index] += part.text
@@ -74,7 +73,6 @@ def test_an_error_comes_after_the_deltas_that_wait_and_every_time() -> None:
         source.put(delta({0: "ab"}))
         source.fail(EngineDeadError("gone"))
         got = await source.next()
-        assert got is not None
         assert got.completions[0].text == "ab"
         for _ in range(2):
             with pytest.raises(EngineDeadError, match="gone"):
@@ -94,16 +92,19 @@ def test_leaving_the_context_ends_a_request_unless_it_has_ended() -> None:
     assert aborted == []
 
 
-def test_nothing_within_the_timeout_is_none_and_progress_is_news() -> None:
+def test_a_waiter_gets_the_next_delta_and_is_not_woken_by_progress() -> None:
     async def run() -> None:
         source, _ = stream(1000)
-        assert await source.next(0.01) is None
-        waits = asyncio.create_task(source.next(10))
+        waits = asyncio.create_task(source.next())
         await asyncio.sleep(0)
         source.observe(RequestProgress("a", 100, 1000, 1000, 100))
-        assert await asyncio.wait_for(waits, 1) is None
+        await asyncio.sleep(0)
+        assert not waits.done()
         assert source.state == "prefill"
         assert source.num_computed_prompt_tokens == 100
+        source.put(delta({0: "ab"}))
+        assert (await asyncio.wait_for(waits, 10)).completions[0].text == "ab"
+        assert source.state == "decode"
 
     asyncio.run(run())
 
@@ -112,7 +113,7 @@ def test_the_cached_part_of_a_prompt_is_known_from_its_first_step_on() -> None:
     source, _ = stream(1000)
     assert source.num_cached_tokens is None
     for computed in (740, 840):
-        source.observe(RequestProgress("a", computed, 1000, 1000, 100))
+        source.observe(RequestProgress("a", computed, 1000, 1000, 100, 640))
         assert source.num_cached_tokens == 640
 
 

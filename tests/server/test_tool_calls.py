@@ -177,3 +177,34 @@ def test_thinking_is_switched_off_by_the_names_clients_use(scripted_server: Runn
         ids = scripted_server.post("/v1/chat/completions", **body).json()["prompt_token_ids"]
         text = scripted_server.post("/detokenize", tokens=ids).json()["prompt"]
         assert text.endswith("<|assistant|><think></think>")
+
+
+def test_an_answer_goes_back_into_the_history_however_a_client_writes_it(scripted_server: Running) -> None:
+    """Also one with a malformed call: an agent that cannot go on from there would be stuck."""
+    client = scripted_server.client()
+    for most in (11, 100):
+        options: dict[str, Any] = {**ASK, "tools": TOOLS, "max_tokens": most}
+        answer = client.chat.completions.create(**options, extra_body={"chat_template_kwargs": {"play": PLAY}})
+        message = answer.choices[0].message
+        assert ("tool_call_errors" in message.model_dump()) == (most == 11)
+        for written in (message, message.model_dump(), message.model_dump(exclude_none=True)):
+            history: list[Any] = [*ASK["messages"], written, {"role": "user", "content": "go on"}]
+            again = client.chat.completions.create(**{**options, "messages": history, "max_tokens": 1})
+            assert again.usage is not None
+            assert again.usage.completion_tokens == 1
+
+
+def test_tools_that_the_template_would_not_show_are_refused(needle_server: Running) -> None:
+    body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1, "tools": TOOLS[:1]}
+    answer = needle_server.post("/v1/chat/completions", **body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "tools"
+    assert needle_server.post("/v1/chat/completions", **body, tool_choice="none").status_code == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_forced_call_has_no_white_space_to_get_lost_in(needle_server: Running, stream: bool) -> None:
+    options = {"model": "needle", "tool_choice": "required", "parallel_tool_calls": False, "max_tokens": 100}
+    name, arguments, reason = _call(needle_server, stream=stream, **options)
+    assert reason == "tool_calls"
+    assert set(arguments) == ({"city"} if name == "get_weather" else {"a"})

@@ -29,7 +29,12 @@ def serve(
     port: Annotated[int, typer.Option(help="Port (0: any free one)", rich_help_panel=PANEL)] = 8000,
     api_key: Annotated[
         list[str] | None,
-        typer.Option(help="A key that clients may bring; repeatable, each its own tenant", rich_help_panel=PANEL),
+        typer.Option(
+            envvar="LONGFILL_API_KEY",
+            metavar="KEY",
+            help="A key that clients may bring; repeatable, each its own tenant",
+            rich_help_panel=PANEL,
+        ),
     ] = None,
     served_model_name: Annotated[
         list[str] | None, typer.Option(help="What clients call the model; repeatable", rich_help_panel=PANEL)

@@ -82,7 +82,7 @@ class ChatTemplates:
             return variable in inspect.getfullargspec(self._built_in).kwonlyargs
         return any(variable in _variables(source) for source in self._sources.values())
 
-    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool, **variables: Any) -> str:
+    def render(self, messages: Sequence[Message], /, *, add_generation_prompt: bool, **variables: Any) -> str:
         """The prompt's text. `variables` (`tools`, `documents`, `enable_thinking`...) are handed to the template.
 
         Raises ModelError for a missing or broken template and RequestError for messages that it refuses.

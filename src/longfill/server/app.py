@@ -15,8 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 import longfill
-from longfill.errors import LongfillError
-from longfill.server.errors import ApiError, answer_api_error
+from longfill.server.errors import ApiError
 from longfill.server.gate import Gate
 from longfill.server.live import live_router
 from longfill.server.routes_openai import openai_router
@@ -37,16 +36,12 @@ def make_app(state: AppState) -> FastAPI:
         version=longfill.__version__,
         description="OpenAI-compatible API for prompts that take minutes.",
         lifespan=lifespan,
-        root_path=state.server_args.root_path,
     )
-    app.state.longfill = state
+    app.root_path = state.server_args.root_path.rstrip("/")
     app.include_router(system_router(state))
     app.include_router(live_router(state))
     app.include_router(openai_router(state))
     app.add_exception_handler(HTTPException, _http_error)
-    # Starlette closes the connection after what only `Exception` covers, which a refusal must not do.
-    for kind in (ApiError, LongfillError, Exception):
-        app.add_exception_handler(kind, answer_api_error)
     app.add_middleware(Gate, state=state)
     if state.server_args.allowed_origins:
         app.add_middleware(

@@ -25,7 +25,7 @@ import zmq
 import zmq.asyncio
 
 from longfill.config import EngineArgs
-from longfill.errors import ConfigError, EngineDeadError, LongfillError, RequestError
+from longfill.errors import ConfigError, EngineDeadError, LongfillError, RequestError, StoppingError
 from longfill.request import TokenIds
 from longfill.server.messages import (
     AbortRequests,
@@ -158,6 +158,11 @@ class EngineClient:
         """Whether the engine's process is there and does something: computes, or waits for requests."""
         return self._failure is None and self.hung_for < self._timeout
 
+    def free_id(self, wanted: str) -> str:
+        """`wanted`, or that with a number behind it where a request of this name has not ended."""
+        names = (wanted, *(f"{wanted}~{number}" for number in range(2, len(self.streams) + 3)))
+        return next(name for name in names if name not in self.streams)
+
     def add(self, request: AddRequest, token_ids: TokenIds) -> RequestStream:
         """Queue a request. Raises EngineDeadError, and RequestError for an id that is in use."""
         if self._failure is not None:
@@ -169,21 +174,17 @@ class EngineClient:
         self.streams[request.request_id] = stream
         return stream
 
-    def abort(self, request_id: str) -> bool:
-        """End a request; its stream ends with what it has. False for one that is not there."""
-        if request_id not in self.streams:
-            return False
-        self._abort(request_id)
-        return True
-
     async def stop(self) -> None:
-        """End the engine's process, by force if need be; streams that are left end with EngineDeadError."""
+        """End the engine's process, by force if need be; streams that are left end with StoppingError."""
         self._stopping = True
         if self._process is not None and self._failure is None:
-            with contextlib.suppress(zmq.ZMQError):
-                self._send(Stop())
+            if self._tasks:
+                with contextlib.suppress(zmq.ZMQError):
+                    self._send(Stop())
+            else:  # it loads the model, and reads nothing before that is done
+                self._process.kill()
         await self._wait_for_exit()
-        self.end_streams("the server has stopped")
+        self.end_streams(StoppingError("the server has stopped"))
         for task in self._tasks:
             task.cancel()
         self._context.destroy(linger=0)
@@ -217,21 +218,27 @@ class EngineClient:
 
     async def _listen(self) -> None:
         """Book what the engine says until it fails."""
-        while True:
-            message = await self._receive()
-            if isinstance(message, StepOutputs):
-                self._book(message)
-            elif isinstance(message, Heartbeat):
-                if message.work != self._work:
-                    self._work, self._advanced = message.work, time.monotonic()
-                self.ledger = message.ledger
-            elif isinstance(message, RequestRefused):
-                stream = self.streams.pop(message.request_id, None)
-                if stream is not None:
-                    stream.fail(RequestError(message.message))
-            elif isinstance(message, EngineFailed):
-                self._fail(message.message)
-                return
+        try:
+            while self._failure is None:
+                self._hear(await self._receive())
+        except Exception as error:
+            # Nobody would hear the engine any more, and clients would wait for ever.
+            logger.exception("what the engine said could not be booked")
+            self._fail(f"what the engine said could not be booked ({type(error).__name__}: {error})")
+
+    def _hear(self, message: FromEngine) -> None:
+        if isinstance(message, StepOutputs):
+            self._book(message)
+        elif isinstance(message, Heartbeat):
+            if message.work != self._work:
+                self._work, self._advanced = message.work, time.monotonic()
+            self.ledger = message.ledger
+        elif isinstance(message, RequestRefused):
+            stream = self.streams.pop(message.request_id, None)
+            if stream is not None:
+                stream.fail(RequestError(message.message))
+        elif isinstance(message, EngineFailed):
+            self._fail(message.message)
 
     def _book(self, message: StepOutputs) -> None:
         self.ledger = message.ledger
@@ -261,12 +268,11 @@ class EngineClient:
     async def _died(self) -> None:
         """Wait for the process to end; without having been told to, that is a failure."""
         assert self._process is not None
-        ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        loop, ended = asyncio.get_running_loop(), asyncio.Event()
         handle = os.dup(self._process.sentinel)  # readable once the process is gone
-        loop = asyncio.get_running_loop()
-        loop.add_reader(handle, ended.cancel)
+        loop.add_reader(handle, ended.set)
         try:
-            await asyncio.wait({ended})
+            await ended.wait()
         finally:
             loop.remove_reader(handle)
             os.close(handle)
@@ -279,14 +285,14 @@ class EngineClient:
             return
         self._failure = why
         logger.error("the engine has failed: %s", why)
-        self.end_streams(why)
+        self.end_streams(EngineDeadError(why))
         if self.on_failure is not None:
             self.on_failure()
 
-    def end_streams(self, why: str) -> None:
-        """Have every stream end with EngineDeadError."""
+    def end_streams(self, error: LongfillError) -> None:
+        """Have every stream end with an error."""
         for stream in self.streams.values():
-            stream.fail(EngineDeadError(why))
+            stream.fail(error)
         self.streams.clear()
 
     def _exit_words(self) -> str:

@@ -76,12 +76,11 @@ def run_engine(args: EngineArgs, to_engine: str, from_engine: str, log_level: st
         core.serve()
     except BaseException as error:
         code = 1
-        during = "start" if core is None else "step"
         expected = isinstance(error, LongfillError)
         if not expected:
-            logger.exception("the engine failed during a %s", during)
+            logger.exception("the engine failed during a %s", "start" if core is None else "step")
         message = str(error) if expected else f"{type(error).__name__}: {error}"
-        failed = EngineFailed(during=during, message=message, expected=expected, traceback=traceback.format_exc())
+        failed = EngineFailed(message=message, expected=expected, traceback=traceback.format_exc())
         _send(outbox, failed)
     inbox.close(0)
     outbox.close()
@@ -205,7 +204,11 @@ def _beat(core: EngineCore, context: zmq.Context[zmq.Socket[bytes]], address: st
     socket.connect(address)
     while True:
         try:
-            _send(socket, Heartbeat(work=core.work, step=core.engine.stats.steps, ledger=core.ledger))
+            _send(socket, Heartbeat(work=core.work, ledger=core.ledger))
         except zmq.ZMQError:  # the context is closed: the process ends
             return
+        except Exception:
+            # An engine that seems hung, and is not, would be restarted for nothing that anybody can find.
+            logger.exception("the heartbeat has failed")
+            os._exit(1)
         time.sleep(HEARTBEAT_SECONDS)

@@ -11,10 +11,16 @@ import re
 from collections.abc import Mapping
 
 import msgspec
-from starlette.requests import Request
 from starlette.responses import Response
 
-from longfill.errors import CapacityError, EngineDeadError, LongfillError, OverloadedError, RequestError
+from longfill.errors import (
+    CapacityError,
+    EngineDeadError,
+    LongfillError,
+    OverloadedError,
+    RequestError,
+    StoppingError,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -95,8 +101,10 @@ def as_api_error(error: BaseException) -> ApiError:
         return bad_request(str(error), param=_field_of(str(error)), code="invalid_request")
     if isinstance(error, OverloadedError):
         return ApiError(429, str(error), code="overloaded", headers={"Retry-After": str(error.retry_after)})
+    if isinstance(error, StoppingError):
+        return ApiError(503, str(error), code="draining", headers={"Retry-After": "5"})
     if isinstance(error, EngineDeadError):
-        return ApiError(500, f"the engine has failed: {error}", code="engine_dead")
+        return ApiError(500, str(error), code="engine_dead")
     if isinstance(error, LongfillError):
         logger.error("a request failed: %s", error)
         return ApiError(500, str(error), code="internal_error")
@@ -110,8 +118,3 @@ def _field_of(message: str) -> str | None:
     """The field that a RequestError begins with ("n must be ...", "messages[2]: ..."), if it does."""
     field = re.match(r"([a-z_][\w.\[\]]*)(: | must be )", message)
     return field[1] if field else None
-
-
-async def answer_api_error(_request: Request, error: Exception) -> Response:
-    """Exception handler for `ApiError` and everything else that a route raises."""
-    return as_api_error(error).response()

@@ -1,4 +1,4 @@
-"""Before every route: request ids, API keys, the limit on bodies, tickets of the queue, and who is turned away.
+"""Before every route: request ids, API keys, the limit on bodies, tickets of the queue, and errors as answers.
 
 May import admission, errors and state; plain ASGI. Invariant: what can be refused without a body is refused before one
 is read, and whatever a route does its ticket is given back.
@@ -17,16 +17,15 @@ from collections.abc import Sequence
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from longfill.errors import OverloadedError
 from longfill.server.admission import Ticket
-from longfill.server.errors import ApiError
+from longfill.server.errors import ApiError, as_api_error
 from longfill.server.state import AppState
 
 logger = logging.getLogger(__name__)
 
 GENERATES = frozenset({"/v1/completions", "/v1/chat/completions"})
 """Endpoints whose requests wait in the queue."""
-OPEN = frozenset({"/", "/health", "/ready", "/metrics", "/version"})
+OPEN = frozenset({"/", "/health", "/ping", "/ready", "/metrics", "/version"})
 """Paths that ask for no key, as in vLLM; so do the live page's files."""
 _ID = re.compile(r"[\x21-\x7e]{1,128}")
 _CLIENT_CLOSED = 499
@@ -47,7 +46,7 @@ class Gate:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        headers, path = Headers(scope=scope), _route(scope)
+        headers, path = Headers(scope=scope), _route_path(scope)
         given = headers.get("x-request-id")
         answer = _Answer(send, scope)
         ticket: Ticket | None = None
@@ -61,17 +60,19 @@ class Gate:
             values |= {
                 "request_id": request_id,
                 "arrival": time.monotonic(),
-                "tenant": self._tenant(path, headers),
                 "cache_salt": self._state.server_args.cache_salt,
             }
+            values["tenant"] = self._tenant(path, headers)
             body = _Body(receive, self._limit(headers))
             if path in GENERATES and scope["method"] == "POST":
                 ticket = values["ticket"] = self._ticket(request_id, path, values["tenant"])
             await self._app(scope, body, answer)
-        except (ApiError, OverloadedError) as error:
+        except Exception as error:
             if answer.begun:
                 raise
-            await _refusal(error).response()(scope, receive, answer)
+            # Here, not in starlette's handler of exceptions, which raises them again behind the answer: that closes the
+            # connection.
+            await as_api_error(error).response()(scope, receive, answer)
         finally:
             if ticket is not None:
                 ticket.leave()
@@ -132,17 +133,11 @@ class Gate:
         return state.admission.enter(request_id, path, tenant)
 
 
-def _route(scope: Scope) -> str:
-    """The path as routes have it: without --root-path, which a proxy may have left in place."""
+def _route_path(scope: Scope) -> str:
+    """The path as the router reads it: without --root-path, where a proxy has left that in."""
     path: str = scope["path"]
-    root: str = scope.get("root_path", "")
+    root = scope.get("root_path", "")
     return path.removeprefix(root) if path.startswith(f"{root}/") else path
-
-
-def _refusal(error: ApiError | OverloadedError) -> ApiError:
-    if isinstance(error, ApiError):
-        return error
-    return ApiError(429, str(error), code="overloaded", headers={"Retry-After": str(error.retry_after)})
 
 
 def _too_large(limit: int, what: str) -> ApiError:

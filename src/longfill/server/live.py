@@ -7,14 +7,16 @@ second at most; a reader that does not read is dropped.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from importlib.resources import files
 from typing import Any
 
 import msgspec
 from fastapi import APIRouter, Request
 from fastapi.responses import FileResponse, Response, StreamingResponse
+from starlette.types import Message, Receive, Scope, Send
 
 import longfill
 from longfill.server.errors import ApiError
@@ -26,6 +28,8 @@ UPDATE_SECONDS = 0.25
 QUIET_SECONDS = 5.0
 """An update comes this often even where nothing has changed."""
 _MOST_READERS = 32
+_STALL_SECONDS = 30.0
+"""A reader that takes nothing for so long is dropped, so that its place is free."""
 _HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 _PAGE = files("longfill.server") / "page"
 
@@ -40,8 +44,8 @@ def live_router(state: AppState) -> APIRouter:
         if not sees(request, OPERATOR):
             raise ApiError(403, "the feed shows everybody's requests: it needs the first key", code="not_the_operator")
         if readers.count >= _MOST_READERS:
-            return Response(f"{_MOST_READERS} pages are open already", 503)
-        return StreamingResponse(readers.read(), media_type="text/event-stream", headers=_HEADERS)
+            raise ApiError(503, f"{_MOST_READERS} pages are open already; close one", code="too_many_readers")
+        return _Feed(readers.read())
 
     @router.get("/", include_in_schema=False)
     async def index() -> Response:
@@ -51,10 +55,27 @@ def live_router(state: AppState) -> APIRouter:
     async def page_file(name: str) -> Response:
         known = {entry.name for entry in _PAGE.iterdir() if entry.is_file()}
         if name not in known:
-            return Response(status_code=404)
+            raise ApiError(404, f"the page has no file {name!r:.80}", code="not_found")
         return FileResponse(str(_PAGE / name), headers={"Cache-Control": "no-cache"})
 
     return router
+
+
+class _Feed(StreamingResponse):
+    """The feed of one reader, whose place is free once it is left."""
+
+    def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
+        super().__init__(events, media_type="text/event-stream", headers=_HEADERS)
+        self._events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_soon(message: Message) -> None:
+            async with asyncio.timeout(_STALL_SECONDS):
+                await send(message)
+
+        async with contextlib.aclosing(self._events):
+            with contextlib.suppress(TimeoutError):
+                await super().__call__(scope, receive, send_soon)
 
 
 class _Readers:
@@ -64,7 +85,7 @@ class _Readers:
         self._state = state
         self.count = 0
 
-    async def read(self) -> AsyncIterator[bytes]:
+    async def read(self) -> AsyncGenerator[bytes, None]:
         """Events for one reader: the past, then what happens."""
         self.count += 1
         try:
@@ -83,9 +104,10 @@ class _Readers:
             self.count -= 1
 
     @property
-    def _newest(self) -> float:
+    def _newest(self) -> int:
+        """The last step's number."""
         steps = self._state.client.steps
-        return steps[-1].time if steps else 0.0
+        return steps[-1].step if steps else -1
 
     @property
     def _outline(self) -> object:
@@ -97,11 +119,11 @@ class _Readers:
             [(ticket.request_id, [stream.state for stream in ticket.streams]) for ticket in tickets],
         )
 
-    def _since(self, moment: float) -> list[StepRecord]:
-        """Steps that ended after a moment, oldest first."""
+    def _since(self, number: int) -> list[StepRecord]:
+        """Steps behind that number, oldest first."""
         found = []
         for step in reversed(self._state.client.steps):
-            if step.time <= moment:
+            if step.step <= number:
                 break
             found.append(step)
         return found[::-1]

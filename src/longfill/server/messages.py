@@ -55,9 +55,8 @@ class EngineReady(msgspec.Struct, tag=True, kw_only=True):
 
 
 class EngineFailed(msgspec.Struct, tag=True, kw_only=True):
-    """Engine to API, as its last message: it could not start (`during` is "start"), or a step raised ("step")."""
+    """Engine to API, as its last message: it could not start, or a step raised."""
 
-    during: str
     message: str
     expected: bool
     """Whether it is one of longfill's own errors, whose message says what to do."""
@@ -175,8 +174,6 @@ class Heartbeat(msgspec.Struct, tag=True, kw_only=True):
 
     work: int
     """Grows while anything is done: kernel tasks, layers, rounds of the step loop. Standing still means hung."""
-    step: int
-    """The newest step that is booked."""
     ledger: Ledger
 
 

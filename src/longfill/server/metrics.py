@@ -1,7 +1,7 @@
 """What `/metrics` says: vLLM's names where the meaning is the same, ours beside them.
 
-May import messages, streams and prometheus-client. Invariant: counters never decrease, and the tokens they count are
-those of the answers' usage: a prompt once, with its first token, however often it is computed.
+May import request, messages, streams and prometheus-client. Invariant: counters never decrease, and the tokens they
+count are those of the answers' usage: a prompt once, with its first token, however often it is computed.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from prometheus_client import (
     generate_latest,
 )
 
+from longfill.request import FinishReason
 from longfill.server.messages import EngineReady, Ledger, OutputDelta, StepRecord
 from longfill.server.streams import RequestStream
 
@@ -49,6 +50,8 @@ class Metrics:
         self._success = Counter(
             "vllm:request_success", "Requests that ended", (*_LABELS, "finished_reason"), registry=self._registry
         )
+        for reason in FinishReason:  # a series that is not there yet would read as "unknown", not as none
+            self._success.labels(**self._labels, finished_reason=reason.value)
         self._request_prompt = self._histogram("vllm:request_prompt_tokens", "Prompt tokens of a request", _TOKENS)
         self._request_output = self._histogram("vllm:request_generation_tokens", "Tokens of an answer", _TOKENS)
         self._params_n = self._histogram("vllm:request_params_n", "n of a request", _COUNTS)

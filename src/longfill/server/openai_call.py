@@ -31,6 +31,8 @@ from longfill.server.streams import RequestStream
 
 HEADERS_WITHIN = 0.7
 """Seconds from the end of the body in which an error still gets a status; then a stream's headers go out."""
+_LARGE_BODY = 16 * 2**20
+"""Bytes beyond which reading a body takes the lane of long work: as many small messages it may take a second."""
 _LARGE_ANSWER = 4096
 """What shows more tokens of a prompt than this is written in a thread."""
 
@@ -76,7 +78,7 @@ class Call:
         self._size = 0
         self._timeout: float | None = serving.request_timeout
         self._streams: list[RequestStream] = []
-        self._pending: dict[asyncio.Task[OutputDelta | None], int] = {}
+        self._pending: dict[asyncio.Task[OutputDelta], int] = {}
         self._entered = ExitStack()
         self._first: tuple[int, OutputDelta] | None = None
         self._reports: dict[int, asyncio.Task[PrefixCacheReport]] = {}
@@ -87,8 +89,9 @@ class Call:
         """Check the body."""
         self._size = len(body)
         async with self._in_time():
-            # Reading is short work even for a large body, and says whether headers have to be sent soon.
-            self._parsed = await self._serving.lanes.run(0, self._endpoint.read, body)
+            # Reading is short work even for a prompt of a million tokens, and says whether headers are wanted soon.
+            size = self._size if self._size > _LARGE_BODY else 0
+            self._parsed = await self._serving.lanes.run(size, self._endpoint.read, body)
         self.body = self._parsed.body
         if self.body.timeout is not None:
             self._timeout = min(self.body.timeout, self._timeout or self.body.timeout)
@@ -111,6 +114,8 @@ class Call:
         states = [PromptState(prompt, params) for prompt, params in prepared.prompts]
         for index, (prompt, params) in enumerate(prepared.prompts):
             name = state.request_id if len(states) == 1 else f"{state.request_id}-{index}"
+            # A proxy that tries again keeps the id, while the first try may still be on its way out of the engine.
+            name = self._serving.client.free_id(name)
             stream = self._serving.client.add(self._message(name, params), prompt.token_ids)
             self._streams.append(self._entered.enter_context(stream))
             state.ticket.streams.append(stream)
@@ -211,16 +216,17 @@ class Call:
 
     async def _next(self) -> tuple[int, OutputDelta] | None:
         """A delta and the number of its prompt; None when all prompts have ended."""
-        while self._pending:
+        if not self._pending:
+            return None
+        # To wait is work for each of them: only where none is done, so that thousands of prompts stay cheap.
+        if not any(task.done() for task in self._pending):
             await asyncio.wait(self._pending, return_when=asyncio.FIRST_COMPLETED)
-            task = next(task for task in self._pending if task.done())
-            index = self._pending.pop(task)
-            delta = task.result()
-            if delta is None or not delta.finished:
-                self._wait_for(index)
-            if delta is not None:
-                return index, delta
-        return None
+        task = next(task for task in self._pending if task.done())
+        index = self._pending.pop(task)
+        delta = task.result()
+        if not delta.finished:
+            self._wait_for(index)
+        return index, delta
 
     def _wait_for(self, index: int) -> None:
         self._pending[asyncio.ensure_future(self._streams[index].next())] = index
@@ -272,5 +278,5 @@ class Call:
     async def close(self) -> None:
         """Abort what has not ended. Called at the end, and before it where there was an error."""
         for task in self._pending:
-            task.cancel()
+            await cancelled(task)
         self._entered.close()

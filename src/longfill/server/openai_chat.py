@@ -177,7 +177,10 @@ class ChatAnswer:
     ) -> None:
         self.head = head
         self._body = body
-        self._choices = [_Choice(i, body, make_parser(), make_counter()) for i in range(head.n)]
+        self._make_parser = make_parser
+        self._make_counter = make_counter
+        self._choices: dict[int, _Choice] = {}
+        """Those that have begun, by index."""
         self._ids_sent = False
 
     def take(self, prompt: int, delta: OutputDelta) -> Sequence[Struct]:
@@ -186,11 +189,16 @@ class ChatAnswer:
         frames: list[ChatChunk] = []
         for part in delta.completions:
             self.head.completion_tokens += len(part.token_ids)
-            choice = self._choices[part.index]
+            choice = self._choice(part.index)
             deltas = choice.take(part)
             shown = choice.frames(deltas, partial(self._logprobs, choice))
             frames += [self._frame([each]) for each in shown]
         return frames
+
+    def _choice(self, index: int) -> _Choice:
+        if index not in self._choices:
+            self._choices[index] = _Choice(index, self._body, self._make_parser(), self._make_counter())
+        return self._choices[index]
 
     def progress(self, progress: PrefillProgress) -> Struct:
         """A frame that shows how far the prompt is."""
@@ -213,7 +221,7 @@ class ChatAnswer:
             id=self.head.id,
             created=self.head.created,
             model=self.head.model,
-            choices=[self._whole_choice(choice) for choice in self._choices],
+            choices=[self._whole_choice(choice) for _, choice in sorted(self._choices.items())],
             usage=self._usage(),
             kv_transfer_params=self.head.kv_transfer_params,
             prefix_cache=self.head.prefix_cache,
@@ -251,5 +259,5 @@ class ChatAnswer:
         return chat_logprobs(ids, entries, self._body.top_logprobs or 0, speller)
 
     def _usage(self) -> Usage:
-        counters = [choice.counter for choice in self._choices if choice.counter is not None]
+        counters = [choice.counter for choice in self._choices.values() if choice.counter is not None]
         return self.head.usage(sum(counter.count for counter in counters) if counters else None)

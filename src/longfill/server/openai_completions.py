@@ -102,9 +102,9 @@ class CompletionAnswer:
     def __init__(self, head: AnswerHead, body: CompletionRequest) -> None:
         self.head = head
         self._prompt_only = scores_prompt_only(body)
-        self._choices = [
-            _Choice(p * head.n + i, body, head, state) for p, state in enumerate(head.prompts) for i in range(head.n)
-        ]
+        self._body = body
+        self._choices: dict[int, _Choice] = {}
+        """Those that have begun, by index."""
 
     def take(self, prompt: int, delta: OutputDelta) -> Sequence[Struct]:
         """Add what came; returns the frames of a stream that show it."""
@@ -112,9 +112,15 @@ class CompletionAnswer:
         frames = []
         for part in delta.completions:
             self.head.completion_tokens += 0 if self._prompt_only else len(part.token_ids)
-            shown = self._choices[prompt * self.head.n + part.index].take(part)
+            shown = self._choice(prompt, part.index).take(part)
             frames += [self._frame([choice]) for choice in shown]
         return frames
+
+    def _choice(self, prompt: int, completion: int) -> _Choice:
+        index = prompt * self.head.n + completion
+        if index not in self._choices:
+            self._choices[index] = _Choice(index, self._body, self.head, self.head.prompts[prompt])
+        return self._choices[index]
 
     def progress(self, progress: PrefillProgress) -> Struct:
         """A frame that shows how far the prompts are."""
@@ -132,7 +138,7 @@ class CompletionAnswer:
 
     def whole(self) -> Struct:
         """The whole answer."""
-        answer = self._completion([choice.whole() for choice in self._choices])
+        answer = self._completion([choice.whole() for _, choice in sorted(self._choices.items())])
         answer.usage = self.head.usage()
         answer.kv_transfer_params = self.head.kv_transfer_params
         answer.prefix_cache = self.head.prefix_cache

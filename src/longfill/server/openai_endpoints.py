@@ -46,7 +46,6 @@ class Parsed:
 class Endpoint(Protocol):
     """One of the two."""
 
-    path: str
     id_prefix: str
 
     def read(self, body: bytes) -> Parsed:
@@ -57,7 +56,6 @@ class Endpoint(Protocol):
 class CompletionEndpoint:
     """/v1/completions."""
 
-    path = "/v1/completions"
     id_prefix = "cmpl-"
 
     def __init__(self, model: ServedModel) -> None:
@@ -103,7 +101,6 @@ class CompletionEndpoint:
 class ChatEndpoint:
     """/v1/chat/completions."""
 
-    path = "/v1/chat/completions"
     id_prefix = "chatcmpl-"
 
     def __init__(self, model: ServedModel) -> None:
@@ -120,6 +117,12 @@ class ChatEndpoint:
             raise bad_request(
                 "tools: no format of tool calls is known for this model; name one with --tool-call-parser, or set "
                 "tool_choice to 'required' or to a function",
+                param="tools",
+            )
+        if request.may_call and not request.must_call and not self._model.prompter.templates.takes("tools"):
+            raise bad_request(
+                "tools: the model's chat template does not show them to the model; drop them, start the server with a "
+                "--chat-template that does, or set tool_choice to 'required' or to a function",
                 param="tools",
             )
         variables = self._variables(request, constrained=params.structured_outputs is not None)

@@ -6,6 +6,7 @@ that a template or parser that cannot work is an error at start; nothing in it c
 
 from __future__ import annotations
 
+import logging
 import re
 import time
 from collections.abc import Sequence
@@ -23,6 +24,8 @@ from longfill.server.prompts import Prompter
 from longfill.server.protocol_responses import ModelCard, ModelList
 from longfill.server.sampling import SamplingLimits, generation_defaults
 from longfill.worker.structured import StructuredOutputs
+
+logger = logging.getLogger(__name__)
 
 _TAG = re.compile("think|tool|arg_key|arg_value|DSML")
 
@@ -56,6 +59,8 @@ class ServedModel:
         special = () if tokenizer is None else tokenizer.special_token_ids
         self.tags_are_special = any(_TAG.search(self.speller.string_of(token)) for token in special)
         """Whether tags of tool calls or reasoning are tokens that `skip_special_tokens` would leave out."""
+        if not self.prompter.templates:
+            logger.warning("there is no chat template: chats are refused; give one with --chat-template")
         self._ready = ready
         self._forms = forms
         self._created = int(time.time())

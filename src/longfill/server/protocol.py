@@ -206,13 +206,17 @@ UNSUPPORTED: Mapping[str, str] = {
 def validate(model: type[AnyBody], fields: Mapping[str, Any]) -> AnyBody:
     """The body as its model. Raises ApiError, naming the first field at fault.
 
-    A field that is not supported may be null, which asks for nothing.
+    A field that is not supported may hold what asks for nothing: null, or what an answer is anyway.
     """
-    given = {name: value for name, value in fields.items() if value is not None or name not in UNSUPPORTED}
+    given = {name: value for name, value in fields.items() if name not in UNSUPPORTED or not _asks_nothing(name, value)}
     try:
         return model.model_validate(given)
     except ValidationError as error:
         raise _explained(error) from None
+
+
+def _asks_nothing(name: str, value: Any) -> bool:
+    return value is None or (name, value) in (("suffix", ""), ("modalities", ["text"]))
 
 
 def _explained(error: ValidationError) -> ApiError:

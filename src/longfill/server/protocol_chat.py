@@ -63,9 +63,12 @@ class Message(Body):
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = Field(None, description="Another name of reasoning_content")
+    # What clients send back with an answer of this server, or of OpenAI's library, that says nothing to a template.
     refusal: None = None
     audio: None = None
     function_call: None = None
+    annotations: Items[Any] | None = Field(None, max_length=0)
+    tool_call_errors: Items[Any] | None = Field(None, description="No effect: the text of a call that was none")
 
     @field_validator("content", mode="before")
     @classmethod
@@ -84,7 +87,9 @@ class Message(Body):
                     raise ValueError(f"{name} belongs to messages of the assistant, not of role {self.role}")
             if self.content is None:
                 raise ValueError(f"content is required with role {self.role}")
-        elif self.content is None and not self.tool_calls and self.reasoning_content is None and self.reasoning is None:
+        elif not (self.tool_calls or self.tool_call_errors) and (
+            self.content is None and self.reasoning_content is None and self.reasoning is None
+        ):
             raise ValueError("content or tool_calls is required with role assistant")
         if self.tool_call_id is not None and self.role != "tool":
             raise ValueError(f"tool_call_id belongs to messages of role tool, not of role {self.role}")
@@ -165,8 +170,6 @@ class ChatFields(Body):
     @field_validator("chat_template_kwargs")
     @classmethod
     def _only_variables(cls, given: dict[str, Any] | None) -> dict[str, Any] | None:
-        if "self" in (given or ()):
-            raise ValueError("self is Jinja's own")
         taken = sorted(set(given or ()) & {"messages", "tools", "add_generation_prompt", "continue_final_message"})
         if taken:
             raise ValueError(f"{taken[0]} is a field of the body, not a variable of the template")
@@ -186,7 +189,7 @@ class ChatCompletionRequest(GenerationBody, ChatFields):
 
     @model_validator(mode="after")
     def _fit_each_other(self) -> Self:
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs: true")
         if self.tool_choice not in (None, "none") and not self.tools:
             raise ValueError("tool_choice needs tools")

@@ -31,11 +31,14 @@ def system_router(state: AppState) -> APIRouter:
     router = APIRouter()
     process = psutil.Process()
 
+    @router.api_route("/ping", methods=["GET", "HEAD", "POST"], include_in_schema=False)  # as SageMaker asks
+    @router.api_route("/health", methods=["HEAD"], include_in_schema=False)
     @router.get("/health", summary="Whether the process lives: the engine computes, or waits for requests")
     async def health() -> Response:
         status, why = state.health
         return _status(status, why, good=("ok", "draining"))
 
+    @router.api_route("/ready", methods=["HEAD"], include_in_schema=False)
     @router.get("/ready", summary="Whether requests are taken")
     async def ready() -> Response:
         status, why = state.health

@@ -24,7 +24,7 @@ import uvicorn
 from longfill.config import EngineArgs
 from longfill.engine.token_bytes import structured_outputs
 from longfill.engine.tokenizer import Tokenizer
-from longfill.errors import ConfigError
+from longfill.errors import ConfigError, StoppingError
 from longfill.server.admission import Admission
 from longfill.server.app import make_app
 from longfill.server.args import ServerArgs
@@ -35,14 +35,17 @@ from longfill.server.metrics import Metrics
 from longfill.server.routes_system import effective_config
 from longfill.server.state import AppState
 
-logger = logging.getLogger(__name__)
 T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
 
 _ANSWER_SECONDS = 1.0
 """What handlers get to answer with 5xx once the engine has failed."""
 _IDLE_SECONDS = 75
 """A connection without a request stays open so long: longer than clients (httpx: 5 s) and proxies (60 s) keep one, as a
 server that closes first may do so just when the next request is on its way."""
+_SHORT_ANSWER_SECONDS = 0.1
+"""And where everything is to end at once."""
 _CLOSE_SECONDS = 2
 """What connections get to close at the end."""
 _OPEN_FILES = 65536
@@ -116,8 +119,8 @@ async def _serve(
         try:
             began = time.monotonic()
             await _or_interrupt(client.start(), interrupted)
-            load = asyncio.to_thread(_state, client, args, server_args, time.monotonic() - began)
-            state = await _or_interrupt(load, interrupted)
+            loaded = asyncio.to_thread(_state, client, args, server_args, time.monotonic() - began)
+            state = await _or_interrupt(loaded, interrupted)
             server = _Server(state, listener, on_ready)
             return await server.run()
         except _InterruptedError:
@@ -167,14 +170,14 @@ def _interrupts() -> Iterator[asyncio.Event]:
 
 
 async def _or_interrupt(work: Coroutine[Any, Any, T], event: asyncio.Event) -> T:
-    """What `work` returns; raises _InterruptedError where the event comes first."""
+    """The result of `work`. Raises _InterruptedError where the event comes first."""
     task, waits = asyncio.ensure_future(work), asyncio.ensure_future(event.wait())
     await asyncio.wait({task, waits}, return_when=asyncio.FIRST_COMPLETED)
     waits.cancel()
     if not task.done():
         task.cancel()
         raise _InterruptedError
-    return await task
+    return task.result()
 
 
 class _Server(uvicorn.Server):
@@ -235,7 +238,8 @@ class _Server(uvicorn.Server):
         self._signals += 1
         if self._signals > 1:
             logger.warning("second signal: ending at once")
-            self._end(force=True)
+            self._state.client.end_streams(StoppingError("the server was stopped at once"))
+            self._stop_now = asyncio.create_task(self._answered(_SHORT_ANSWER_SECONDS, force=True))
             return
         self._state.draining = True
         waiting = len(self._state.admission.tickets)
@@ -252,17 +256,18 @@ class _Server(uvicorn.Server):
             await asyncio.sleep(0.05)
         if tickets:
             logger.warning("%d requests are not done after --shutdown-timeout and are aborted", len(tickets))
-            self._state.client.end_streams("the server is being stopped, and --shutdown-timeout has passed")
+            self._state.client.end_streams(StoppingError("the server stops: --shutdown-timeout has passed"))
             await asyncio.sleep(_ANSWER_SECONDS)
         self._end()
 
     def _engine_failed(self) -> None:
         self._code = EXIT_ENGINE_DEAD
-        self._failed = asyncio.create_task(self._answered())
+        self._failed = asyncio.create_task(self._answered(_ANSWER_SECONDS))
 
-    async def _answered(self) -> None:
-        await asyncio.sleep(_ANSWER_SECONDS)
-        self._end()
+    async def _answered(self, seconds: float, *, force: bool = False) -> None:
+        """End once handlers have had a moment to say why."""
+        await asyncio.sleep(seconds)
+        self._end(force=force)
 
     def _end(self, *, force: bool = False) -> None:
         self._state.stopped = True

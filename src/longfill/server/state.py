@@ -23,7 +23,7 @@ from longfill.worker.structured import StructuredOutputs
 
 @dataclass
 class AppState:
-    """`app.state.longfill`."""
+    """Everything that one server has."""
 
     client: EngineClient
     tokenizer: Tokenizer | None

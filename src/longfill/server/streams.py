@@ -87,19 +87,14 @@ class RequestStream:
         now = time.monotonic()
         if self.first_step is None:
             self.first_step = now
-            # What the first step found computed came from the prefix cache; the first delta, maybe minutes later, says
-            # the same.
-            self.num_cached_tokens = progress.num_computed_tokens - progress.num_step_tokens
+            self.num_cached_tokens = progress.num_cached_tokens
         if progress.num_computed_tokens < self.num_computed_tokens:  # preempted: the chase began anew
             self._first_progress = None
         self.num_computed_tokens = progress.num_computed_tokens
         self.num_tokens = progress.num_tokens
-        if self.num_cached_tokens is None:
-            self.num_cached_tokens = progress.num_cached_tokens
         self._advanced = now
         if self._first_progress is None:
             self._first_progress = (now, self.num_computed_prompt_tokens)
-        self._news.set()
 
     def put(self, delta: OutputDelta) -> None:
         """Add a delta behind those that wait."""
@@ -123,21 +118,19 @@ class RequestStream:
         self.finished = True
         self._news.set()
 
-    async def next(self, timeout: float | None = None) -> OutputDelta | None:
-        """What has come since the last call, as one delta; None where nothing has within `timeout` seconds, and as soon
-        as a step has brought the prompt further. Raises what ended the request, if it was no delta."""
+    async def next(self) -> OutputDelta:
+        """What has come since the last call, as one delta; waits for it where nothing has.
+
+        Raises what ended the request, if it was no delta. Behind the last delta nothing comes: do not call it then.
+        """
         if self._waiting is None and self._error is None:
             self._news.clear()
-            try:
-                await asyncio.wait_for(self._news.wait(), timeout)
-            except TimeoutError:
-                return None
-        if self._waiting is not None:
-            delta, self._waiting = self._waiting, None
-            return delta
-        if self._error is not None:
+            await self._news.wait()
+        if self._waiting is None:
+            assert self._error is not None
             raise self._error
-        return None
+        delta, self._waiting = self._waiting, None
+        return delta
 
 
 def _work(start: int, end: int, total: int) -> float:

@@ -36,8 +36,8 @@ def structured_outputs(body: GenerationBody) -> StructuredOutputsParams | None:
     tools = body.tools or []
     if body.called_function is not None:
         chosen = next(tool.function for tool in tools if tool.function.name == body.called_function)
-        return _schema(_parameters(chosen))
-    return _schema(_calls_schema(tools, one=body.parallel_tool_calls is False))
+        return _compact(_parameters(chosen))
+    return _compact(_calls_schema(tools, one=body.parallel_tool_calls is False))
 
 
 def form_field(body: GenerationBody) -> str:
@@ -45,6 +45,11 @@ def form_field(body: GenerationBody) -> str:
     if body.structured_outputs is not None:
         return "structured_outputs"
     return "response_format" if body.response_format is not None else "tools"
+
+
+def _compact(schema: dict[str, Any]) -> StructuredOutputsParams:
+    """Without white space between tokens, of which a small model may write any number."""
+    return _schema({"x-guidance": {"whitespace_flexible": False}, **schema})
 
 
 def _schema(schema: Any) -> StructuredOutputsParams:

@@ -20,8 +20,9 @@ import numpy.typing as npt
 from longfill.errors import RequestError
 from longfill.request import StructuredOutputsParams
 
-_MAX_FORM_CHARS = 1024 * 1024
-"""A longer form is an attack or a mistake; its compilation would keep a thread busy for seconds."""
+_MAX_FORM_CHARS = 128 * 1024
+"""OpenAI's limit, about. Compilation grows with the square of the length and holds up the steps of all: here for a few
+tenths of a second, at eight times the length for ten seconds."""
 
 _MAX_CHOICES = 2000
 """More alternatives than llguidance keeps apart at a time."""
@@ -94,7 +95,7 @@ class StructuredOutputs:
         self._vocab_size = vocab_size
 
     def validate(self, params: StructuredOutputsParams) -> None:
-        """Raise RequestError, saying why, for a form that cannot be honoured. May take a second for a huge one."""
+        """Raise RequestError, saying why, for a form that cannot be honoured; within tenths of a second."""
         if (count := len(params.choice or ())) > _MAX_CHOICES:
             raise RequestError(f"structured_outputs: choice holds {count:,} texts; at most {_MAX_CHOICES:,} are taken")
         grammar = _grammar(params)
@@ -149,9 +150,30 @@ class _Vocabulary:
         self.special_token_ids = list(special)
         self.eos_token_id = eos
         self._encode = encode
+        unusable = {*special, eos}
+        self._ids = {token: index for index, token in enumerate(tokens) if token and index not in unusable}
+        self._width = max(map(len, self._ids), default=0)
 
     def __call__(self, text: str | bytes) -> list[int]:
-        return list(self._encode(text if isinstance(text, str) else text.decode("utf-8", "replace")))
+        """Ids that spell `text` byte for byte: the tokenizer's own where they do, else the longest that fit."""
+        wanted = text.encode() if isinstance(text, str) else text
+        ids = list(self._encode(wanted.decode("utf-8", "replace")))
+        if b"".join(self.tokens[index] if index < len(self.tokens) else b"" for index in ids) == wanted:
+            return ids
+        # What llguidance gets here it forces on the output, whose bytes must then be those of the form.
+        return self._longest(wanted)
+
+    def _longest(self, text: bytes) -> list[int]:
+        """The longest token at each place; stops where none fits."""
+        ids, at = [], 0
+        while at < len(text):
+            found = (self._ids.get(text[at:end]) for end in range(min(at + self._width, len(text)), at, -1))
+            token = next((index for index in found if index is not None), None)
+            if token is None:
+                break
+            ids.append(token)
+            at += len(self.tokens[token])
+        return ids
 
 
 def _grammar(params: StructuredOutputsParams) -> str:

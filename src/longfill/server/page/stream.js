@@ -105,9 +105,10 @@ export class LiveStream {
       const key = sessionStorage.getItem(KEY);
       const headers = key ? { Authorization: `Bearer ${key}` } : {};
       const response = await fetch(this.url, { headers, cache: "no-store", signal: abort.signal });
-      if (response.status === 401) {
+      if (response.status === 401 || response.status === 403) {
         abort.abort();
-        return { unauthorized: true, reason: key ? "The server refused this key." : "" };
+        const refused = response.status === 401 ? "The server refused this key." : "The feed needs the server's first key.";
+        return { unauthorized: true, reason: key ? refused : "" };
       }
       if (!response.ok || !response.headers.get("content-type")?.startsWith("text/event-stream")) {
         abort.abort();
