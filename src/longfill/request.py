@@ -117,7 +117,7 @@ class SamplingParams:
             ),
             (_is_number(self.temperature) and 0 <= self.temperature < math.inf, "temperature", "a finite number >= 0"),
             (_is_number(self.top_p) and 0 < self.top_p <= 1, "top_p", "in (0, 1]"),
-            (_is_integer(self.top_k) and self.top_k >= -1, "top_k", "-1, 0 (all) or a positive count"),
+            (_is_integer(self.top_k) and -1 <= self.top_k < 2**63, "top_k", "-1, 0 (all) or a positive 64-bit count"),
             (_is_number(self.min_p) and 0 <= self.min_p <= 1, "min_p", "in [0, 1]"),
             (_is_count(self.max_tokens) and self.max_tokens != 0, "max_tokens", "a count of at least 1, or None"),
             (_is_integer(self.min_tokens) and self.min_tokens >= 0, "min_tokens", "a count"),

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import uuid
@@ -20,6 +21,12 @@ import httpx
 import psutil
 import pytest
 from tests.server.running import Running, running
+
+from longfill.config import EngineArgs
+from longfill.errors import ConfigError
+from longfill.server import serve
+from longfill.server.args import ServerArgs
+from longfill.server.client import EngineClient
 
 FLAGS = ("--max-model-len", "20000", "--max-num-batched-tokens", "128", "--num-threads", "1", "--memory-budget", "2GiB")
 LONG = " ".join(f"The access code of amber falcon is {n:05d}." for n in range(600))
@@ -243,6 +250,116 @@ def test_a_port_in_use_is_said_before_the_model_is_loaded(tmp_path: Path) -> Non
     text = (tmp_path / "log").read_text()
     assert f"--port {port}: cannot be had" in text
     assert "kernels" not in text
+
+
+def test_a_certificate_that_cannot_be_used_is_said_before_the_model_is_loaded(tmp_path: Path) -> None:
+    files = tmp_path / "key.pem", tmp_path / "cert.pem"
+    for file in files:
+        file.write_text("no PEM")
+    flags = ("--ssl-keyfile", str(files[0]), "--ssl-certfile", str(files[1]))
+    with contextlib.suppress(AssertionError), running("needle", *flags, log=tmp_path / "log"):
+        pytest.fail("it has started")
+    text = (tmp_path / "log").read_text()
+    assert f"longfill: error: --ssl-certfile {files[1]}" in text
+    assert "kernels" not in text
+
+
+def test_a_server_whose_output_is_closed_serves_and_ends_with_zero() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = str(other.getsockname()[1])
+    code = "from longfill.cli.main import main; main()"
+    command = [sys.executable, "-c", code, "serve", "needle", "--host", "127.0.0.1", "--port", port, *FLAGS]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    process = subprocess.Popen(["sh", "-c", 'exec "$@" >&- 2>&-', "sh", *command], env=environment)
+    try:
+        until, url = time.monotonic() + 60, f"http://127.0.0.1:{port}"
+        while True:
+            assert process.poll() is None
+            with contextlib.suppress(httpx.TransportError):
+                assert httpx.get(f"{url}/health").status_code == 200
+                break
+            assert time.monotonic() < until
+            time.sleep(0.1)
+        assert httpx.post(f"{url}/v1/completions", json={"prompt": "a", "max_tokens": 1}).status_code == 200
+        process.terminate()
+        assert process.wait(20) == 0
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_port_taken_while_the_model_is_loaded_is_said(tmp_path: Path) -> None:
+    """Two sockets can be bound to one address, until one of them listens."""
+    with socket.socket() as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        other.bind(("127.0.0.1", 0))
+        port = str(other.getsockname()[1])
+
+        def listen_once_it_is_bound() -> None:
+            until = time.monotonic() + 60
+            while not psutil.Process().children(recursive=True)[1:] and time.monotonic() < until:
+                time.sleep(0.01)
+            other.listen()
+
+        threading.Thread(target=listen_once_it_is_bound, daemon=True).start()
+        with contextlib.suppress(AssertionError), running("needle", "--port", port, log=tmp_path / "log"):
+            pytest.fail("it has started")
+    text = (tmp_path / "log").read_text()
+    assert f"longfill: error: --host 127.0.0.1 --port {port}: cannot be had" in text
+    assert "Traceback" not in text
+
+
+@pytest.mark.parametrize("name", ["x" * 120, "no such folder"])
+def test_a_tmpdir_without_room_for_sockets_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    folder = tmp_path / name
+    if name.startswith("x"):
+        folder.mkdir()
+    else:  # Python looks further, and ends in the current folder
+        monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: [str(folder)])
+    monkeypatch.setenv("TMPDIR", str(folder))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    with pytest.raises(ConfigError, match="TMPDIR"):
+        EngineClient(EngineArgs(model="needle"), heartbeat_timeout=8, log_level="info")
+    assert not folder.is_dir() or not list(folder.iterdir())
+
+
+def test_a_signal_while_the_tokenizer_is_loaded_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Client:
+        def __init__(self, *_: object, **__: object) -> None: ...
+
+        async def start(self) -> None: ...
+
+        async def stop(self) -> None: ...
+
+    def load(*_: object) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.5)
+
+    monkeypatch.setattr(serve, "EngineClient", Client)
+    monkeypatch.setattr(serve, "_state", load)
+    args, server_args = EngineArgs(model="needle"), ServerArgs(host="127.0.0.1", port=0)
+    assert serve.run_server(args, server_args, on_ready=lambda *_: pytest.fail("it has started")) == 0
+
+
+def test_a_deadline_ends_a_request_whose_client_does_not_read(server: Running) -> None:
+    """The log-probabilities of its prompt fill what the sockets hold."""
+    body = json.dumps(
+        {
+            "prompt": LONG[: len(LONG) // 2], "max_tokens": 12_000, "ignore_eos": True, "stream": True, "echo": True,
+            "n": 4, "temperature": 1.0, "logprobs": 20, "timeout": 15,
+        }
+    ).encode()  # fmt: skip
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    with socket.socket() as raw:
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        raw.connect(("127.0.0.1", server.port))
+        raw.sendall(head + body)
+        server.wait_for("decode")
+        until = time.monotonic() + 20
+        while server.pages_used():
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        assert server.requests(), "its client has read all of it; let it be sent more"
 
 
 def test_a_signal_while_the_model_is_loaded_ends_it(tmp_path: Path) -> None:

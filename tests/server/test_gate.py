@@ -237,3 +237,10 @@ def test_a_second_request_with_an_id_that_is_in_use_is_served_too(server: Runnin
     assert answer.status_code == 200
     assert answer.headers["x-request-id"] == "twice"
     slow.leave()
+
+
+def test_a_key_may_have_any_letters(random_model: Path, tmp_path: Path) -> None:
+    with running(random_model, "--api-key", "clé", log=tmp_path / "log") as server:
+        for given, status in (("clé", 200), ("cle", 401)):
+            headers = {b"Authorization": f"Bearer {given}".encode()}
+            assert httpx.get(f"{server.url}/v1/models", headers=headers).status_code == status

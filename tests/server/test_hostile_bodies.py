@@ -24,6 +24,11 @@ def _chat(**fields: Any) -> tuple[str, Any]:
     return CHAT, {"messages": HELLO, "max_tokens": 1, **fields}
 
 
+def _forced(parameters: Any) -> tuple[str, Any]:
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    return _chat(tools=[tool], tool_choice="required")
+
+
 def _says(**message: Any) -> tuple[str, Any]:
     return CHAT, {"messages": [message], "max_tokens": 1}
 
@@ -93,6 +98,9 @@ HOSTILE: dict[str, tuple[str, Any]] = {
     "priority 2**40": _completion(priority=2**40),
     "timeout 0": _completion(timeout=0),
     "timeout -1": _completion(timeout=-1),
+    "top_k 2**70": _completion(top_k=2**70),
+    "kv_transfer_params of more than 64 bits": _completion(kv_transfer_params={"a": [10**40]}),
+    "kv_transfer_params 2**64": _chat(kv_transfer_params={"a": 2**64}),
     # Log-probabilities.
     "logprobs 10**9": _completion(logprobs=10**9),
     "logprobs -1": _completion(logprobs=-1),
@@ -137,6 +145,11 @@ HOSTILE: dict[str, tuple[str, Any]] = {
     "template variable messages": _chat(chat_template_kwargs={"messages": []}),
     "template variable self": _chat(chat_template_kwargs={"self": 1}),
     # Forms.
+    "grammar empty": _completion(structured_outputs={"grammar": ""}),
+    "choices too many": _completion(structured_outputs={"choice": [f"c{i}" for i in range(2001)]}),
+    "schema of itself": _completion(structured_outputs={"json": {"$ref": "#"}}),
+    "forced tool with $defs a list": _forced({"$defs": [1]}),
+    "forced tool with $defs null": _forced({"$defs": None}),
     "regex broken": _completion(structured_outputs={"regex": "("}),
     "grammar broken": _completion(structured_outputs={"grammar": "start: %%"}),
     "schema no schema": _completion(structured_outputs={"json": {"type": "nothing"}}),
@@ -260,3 +273,11 @@ def test_fields_that_ask_for_nothing_are_taken(tiny_server: Running) -> None:
         tools=None,
     )
     assert answer.status_code == 200, answer.text
+
+
+def test_a_field_of_a_megabyte_is_not_sent_back(tiny_server: Running) -> None:
+    for path, body in (_completion(**{"k" * 1_000_000: 1}), _says(role="user", content="a", **{"k" * 1_000_000: 1})):
+        answer = _send(tiny_server, path, body)
+        assert answer.status_code == 400
+        assert answer.json()["error"]["code"] == "unknown_parameter"
+        assert len(answer.content) < 2000

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import resource
 import socket
+from pathlib import Path
+
+from tests.server.running import running
 
 from longfill.server.serve import _bind
 
@@ -17,3 +22,17 @@ def test_small_answers_are_sent_at_once():
         connection, _ = listener.accept()
         with connection:
             assert connection.proto == socket.IPPROTO_TCP
+
+
+def test_connections_are_not_bound_by_the_soft_limit_on_open_files(random_model: Path, tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (128, hard))  # which the server inherits
+    try:
+        with running(random_model, log=tmp_path / "log") as server, contextlib.ExitStack() as connections:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            for _ in range(200):
+                connections.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=10))
+            assert server.http.get("/health").status_code == 200
+            assert "Too many open files" not in server.log
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

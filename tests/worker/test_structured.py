@@ -114,6 +114,10 @@ def test_behind_the_end_of_a_form_only_eos_is_allowed() -> None:
         ({"regex": "("}, "structured_outputs"),
         ({"grammar": "start: missing"}, "missing"),
         ({"regex": "a" * 140_000}, "characters"),
+        ({"grammar": ""}, "structured_outputs.grammar"),
+        ({"json": '{"$ref": "#"}'}, "structured_outputs"),
+        ({"choice": tuple(f"c{i}" for i in range(2001))}, "at most 2,000"),
+        ({"json": json.dumps({"properties": {f"p{i}": {"type": "string"} for i in range(4500)}})}, "too big"),
     ],
 )
 def test_a_form_that_cannot_be_honoured_is_refused_with_the_reason(fields: dict[str, Any], message: str) -> None:

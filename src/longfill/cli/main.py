@@ -54,6 +54,7 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
 def exit_code(args: Sequence[str] | None = None) -> int:
     """Runs the command line in this process; returns the exit code."""
     given = sys.argv[1:] if args is None else list(args)
+    _open_closed_streams()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
@@ -76,6 +77,18 @@ def exit_code(args: Sequence[str] | None = None) -> int:
     if code == INTERRUPTED:
         print("longfill: interrupted", file=sys.stderr)
     return int(code or 0)
+
+
+def _open_closed_streams() -> None:
+    """Python has None for a stream that was closed before its start; what is written to these goes nowhere.
+
+    Child processes inherit them, so that no socket of theirs gets the number of one.
+    """
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.set_inheritable(nowhere, True)
+            setattr(sys, name, os.fdopen(nowhere, "w"))
 
 
 def _complain(message: str) -> int:

@@ -25,7 +25,7 @@ import zmq
 import zmq.asyncio
 
 from longfill.config import EngineArgs
-from longfill.errors import EngineDeadError, LongfillError, RequestError, StoppingError
+from longfill.errors import ConfigError, EngineDeadError, LongfillError, RequestError, StoppingError
 from longfill.request import TokenIds
 from longfill.server.messages import (
     AbortRequests,
@@ -52,6 +52,23 @@ _DIES_WITHIN = 3.0
 
 StepListener = Callable[[StepRecord], None]
 DeltaListener = Callable[[RequestStream, OutputDelta], None]
+
+
+def _sockets_folder() -> str:
+    """A folder that only this user can open. Raises ConfigError where there can be none, or none with a short name."""
+    try:
+        folder = tempfile.mkdtemp(prefix="longfill-")
+    except OSError as error:
+        raise ConfigError(
+            f"TMPDIR: the engine's sockets need a temporary folder, and there is none ({error})"
+        ) from None
+    if len(os.fsencode(f"{folder}/from")) > zmq.IPC_PATH_MAX_LEN:
+        os.rmdir(folder)
+        raise ConfigError(
+            f"TMPDIR: {tempfile.gettempdir()} is too long a name for sockets in it (at most {zmq.IPC_PATH_MAX_LEN} "
+            "bytes with theirs); set TMPDIR to a shorter one"
+        )
+    return folder
 
 
 def _run_engine(*args: Any) -> None:
@@ -85,7 +102,7 @@ class EngineClient:
         self._failure: str | None = None
         self._stopping = False
         self._decoder = msgspec.msgpack.Decoder(FromEngine)
-        self._folder = tempfile.mkdtemp(prefix="longfill-")
+        self._folder = _sockets_folder()
         self._context = zmq.asyncio.Context()
         self._tasks: list[asyncio.Task[None]] = []
         self._process: BaseProcess | None = None
@@ -153,8 +170,8 @@ class EngineClient:
         if request.request_id in self.streams:
             raise RequestError(f"request {request.request_id}: another request with this id has not ended yet")
         stream = RequestStream(request, int(token_ids.size), self._abort)
-        self.streams[request.request_id] = stream
         self._send(request, token_ids.tobytes())
+        self.streams[request.request_id] = stream
         return stream
 
     async def stop(self) -> None:

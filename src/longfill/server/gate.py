@@ -104,7 +104,8 @@ class Gate:
         if not self._keys or path in OPEN or path.startswith("/page/"):
             return ""
         scheme, _, key = headers.get("authorization", "").partition(" ")
-        found = [i for i, known in enumerate(self._keys) if hmac.compare_digest(known, key.strip().encode())]
+        given = key.strip().encode("latin-1")  # the header's own bytes
+        found = [i for i, known in enumerate(self._keys) if hmac.compare_digest(known, given)]
         if scheme.lower() != "bearer" or not found:
             raise ApiError(
                 401, "a valid API key is needed: send it as `Authorization: Bearer KEY`", code="invalid_api_key",

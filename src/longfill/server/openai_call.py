@@ -181,6 +181,7 @@ class Call:
             finally:
                 await asyncio.gather(*(cancelled(task) for task in (begin, reporter) if task is not None))
         except Exception as error:
+            await self.close()  # before the client is told, who may not be reading
             await sender.send(data(as_api_error(error).body))
         await sender.send(DONE)
 
@@ -275,7 +276,7 @@ class Call:
             raise deadline_exceeded(self._timeout) from None
 
     async def close(self) -> None:
-        """Abort what has not ended. Called once, at the end."""
+        """Abort what has not ended. Called at the end, and before it where there was an error."""
         for task in self._pending:
             await cancelled(task)
         self._entered.close()

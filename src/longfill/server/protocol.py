@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self, TypeVar
 
+import msgspec
 from pydantic import (
+    AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
@@ -45,6 +47,17 @@ class StreamOptions(Body):
     prefill_progress: bool | None = Field(
         None, description="Chunks with empty choices and prefill_progress while the prompt is computed"
     )
+
+
+def _sendable(value: dict[str, Any] | None) -> dict[str, Any] | None:
+    """What goes to the engine as it is must be able to go there."""
+    try:
+        msgspec.msgpack.encode(value)
+    except OverflowError:
+        raise ValueError("integers must have at most 64 bits") from None
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    return value
 
 
 class StructuredOutputsBody(Body):
@@ -119,7 +132,9 @@ class GenerationBody(Body):
     structured_outputs: StructuredOutputsBody | None = None
     priority: int | None = Field(None, description="Lower goes first, under --scheduling-policy priority")
     cache_salt: str | None = Field(None, description="Prompts share cached pages only with those of the same salt")
-    kv_transfer_params: dict[str, Any] | None = Field(None, description="Passed to whoever moves KV, and back")
+    kv_transfer_params: Annotated[dict[str, Any] | None, AfterValidator(_sendable)] = Field(
+        None, description="Passed to whoever moves KV, and back"
+    )
     return_token_ids: bool | None = None
     request_id: RequestId | None = Field(None, description="Used where the x-request-id header is not given")
     timeout: float | None = Field(None, gt=0, description="Seconds until the request is aborted and answered with 504")
@@ -211,7 +226,8 @@ def _explained(error: ValidationError) -> ApiError:
         # Of the members of a union, the one that came furthest says best what is wrong.
         related = [each for each in faults if each["loc"][:1] == fault["loc"][:1]]
         fault = max(related, key=lambda each: len(_path(each["loc"])))
-    param = _path(fault["loc"])
+    path = _path(fault["loc"])
+    param = path[:_MOST_PARAM_CHARS]
     if fault["type"] == "extra_forbidden":
         instead = UNSUPPORTED.get(param)
         if instead is not None:
@@ -223,7 +239,7 @@ def _explained(error: ValidationError) -> ApiError:
         )
     if fault["type"] == "missing":
         return bad_request(f"{param} is required", param=param, code="missing_required_parameter")
-    alternatives = dict.fromkeys(each["msg"] for each in faults if _path(each["loc"]) == param)
+    alternatives = dict.fromkeys(each["msg"] for each in faults if _path(each["loc"]) == path)
     words = " or ".join(message.removeprefix("Value error, ") for message in alternatives)
     if not param:  # a check of the whole object, which begins with the field's name
         param = words.partition(" ")[0].partition(".")[0]
@@ -232,6 +248,8 @@ def _explained(error: ValidationError) -> ApiError:
 
 
 _OTHER = 2
+_MOST_PARAM_CHARS = 200
+"""Of a field's name in an answer: a client may have called it anything, at any length."""
 
 
 def _rank(fault: ErrorDetails) -> int:

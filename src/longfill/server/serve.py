@@ -10,8 +10,10 @@ import asyncio
 import contextlib
 import json
 import logging
+import resource
 import signal
 import socket
+import ssl
 import sys
 import time
 from collections.abc import Callable, Coroutine, Iterator
@@ -28,6 +30,7 @@ from longfill.server.app import make_app
 from longfill.server.args import ServerArgs
 from longfill.server.cache_report import CacheReports
 from longfill.server.client import EngineClient
+from longfill.server.http_head import HeadLimit
 from longfill.server.metrics import Metrics
 from longfill.server.routes_system import effective_config
 from longfill.server.state import AppState
@@ -45,6 +48,7 @@ _SHORT_ANSWER_SECONDS = 0.1
 """And where everything is to end at once."""
 _CLOSE_SECONDS = 2
 """What connections get to close at the end."""
+_OPEN_FILES = 65536
 
 EXIT_ENGINE_DEAD = 1
 
@@ -57,11 +61,35 @@ def run_server(args: EngineArgs, server_args: ServerArgs, *, on_ready: Callable[
     logging.basicConfig(
         stream=sys.stderr, level=server_args.log_level.upper(), format="%(asctime)s %(levelname)s api: %(message)s"
     )
+    _raise_file_limit()
+    _check_certificate(server_args)
     listener = _bind(server_args.host, server_args.port)
     # A thread that computes (JSON, templates) hands over after this long, so that the event loop never waits for more
     # than a few of these.
     sys.setswitchinterval(0.001)
     return asyncio.run(_serve(args, server_args, listener, on_ready))
+
+
+def _raise_file_limit() -> None:
+    """Take as many open files as the system grants: each connection is one, and the usual 1024 are soon gone."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(_OPEN_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def _check_certificate(args: ServerArgs) -> None:
+    """Raise ConfigError for files that HTTPS cannot be served with, before the model is loaded."""
+    if args.ssl_certfile is None:
+        return
+    try:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(args.ssl_certfile, args.ssl_keyfile, password=lambda: "")  # never ask the terminal
+    except OSError as error:
+        raise ConfigError(
+            f"--ssl-certfile {args.ssl_certfile} --ssl-keyfile {args.ssl_keyfile}: {error.strerror or error}; give a "
+            "certificate and its key, both in PEM, the key without a passphrase"
+        ) from None
 
 
 def _bind(host: str, port: int) -> socket.socket:
@@ -73,11 +101,14 @@ def _bind(host: str, port: int) -> socket.socket:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, port))
     except OSError as error:
-        raise ConfigError(
-            f"--host {host} --port {port}: cannot be had ({error.strerror or error}); choose another, or end what "
-            "uses it"
-        ) from None
+        raise _taken(host, port, error) from None
     return listener
+
+
+def _taken(host: str, port: int, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"--host {host} --port {port}: cannot be had ({error.strerror or error}); choose another, or end what uses it"
+    )
 
 
 async def _serve(
@@ -156,6 +187,7 @@ class _Server(uvicorn.Server):
         args = state.server_args
         config = uvicorn.Config(
             make_app(state),
+            http=HeadLimit,
             log_config=None,
             access_log=False,
             server_header=False,
@@ -181,6 +213,10 @@ class _Server(uvicorn.Server):
         if client.failure is not None:
             self._engine_failed()
         logger.info("configuration: %s", json.dumps(effective_config(self._state), default=str))
+        try:
+            self._listener.listen(self.config.backlog)
+        except OSError as error:  # two servers can bind one address, until one of them listens
+            raise _taken(self._state.server_args.host, self._state.server_args.port, error) from None
         await self.serve(sockets=[self._listener])
         self._state.stopped = True
         return self._code

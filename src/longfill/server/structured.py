@@ -98,7 +98,10 @@ def _call_schema(function: FunctionDefinition, shared: dict[str, dict[str, Any]]
     parameters = _parameters(function)
     # "$ref": "#/$defs/..." counts from the root, so definitions move there.
     for place in ("$defs", "definitions"):
-        for name, definition in dict(parameters.pop(place, {})).items():
+        definitions = parameters.pop(place, {})
+        if not isinstance(definitions, dict):
+            raise bad_request(f"tools: {place} of {function.name} must be an object", param="tools")
+        for name, definition in definitions.items():
             if shared.setdefault(place, {}).setdefault(name, definition) != definition:
                 raise bad_request(
                     f"tools: {function.name} and another tool define {name!r:.80} in {place} differently; rename one",

@@ -24,6 +24,11 @@ _MAX_FORM_CHARS = 128 * 1024
 """OpenAI's limit, about. Compilation grows with the square of the length and holds up the steps of all: here for a few
 tenths of a second, at eight times the length for ten seconds."""
 
+_MAX_CHOICES = 2000
+"""More alternatives than llguidance keeps apart at a time."""
+_LIMITS = llguidance.LLParserLimits(initial_lexer_fuel=50_000)
+"""Compilation grows with the square of a form's names and texts; this much takes about a second."""
+
 
 class OutputForm:
     """Where one request's output stands in its form. Rows name, by output index, the outputs that they see."""
@@ -91,23 +96,31 @@ class StructuredOutputs:
 
     def validate(self, params: StructuredOutputsParams) -> None:
         """Raise RequestError, saying why, for a form that cannot be honoured; within tenths of a second."""
+        if (count := len(params.choice or ())) > _MAX_CHOICES:
+            raise RequestError(f"structured_outputs: choice holds {count:,} texts; at most {_MAX_CHOICES:,} are taken")
         grammar = _grammar(params)
         if len(grammar) > _MAX_FORM_CHARS:
             raise RequestError(
                 f"structured_outputs: the form has {len(grammar):,} characters; at most {_MAX_FORM_CHARS:,} are taken"
             )
-        failed, messages = llguidance.LLMatcher.validate_grammar_with_warnings(grammar, self._tokenizer)
+        failed, messages = llguidance.LLMatcher.validate_grammar_with_warnings(grammar, self._tokenizer, limits=_LIMITS)
         if failed or messages:
             # What llguidance warns of (a keyword of a schema that it passes over) would be ignored in silence.
-            field = next(f.name for f in fields(params) if getattr(params, f.name))
+            field = next(f.name for f in fields(params) if getattr(params, f.name) not in (None, False))
             raise RequestError(f"structured_outputs.{field}: {' '.join(' '.join(messages).split())[:1000]}")
+        begins = self._form(grammar).allowed()
+        if isinstance(begins, str):  # it can be read, but no output has it
+            raise RequestError(begins)
 
     def begin(self, params: StructuredOutputsParams, output_token_ids: Sequence[int] = ()) -> OutputForm:
         """The form of a request that has these outputs."""
-        form = OutputForm(llguidance.LLMatcher(self._tokenizer, _grammar(params), log_level=0), self._vocab_size)
+        form = self._form(_grammar(params))
         for token_id in output_token_ids:
             form.append(token_id)
         return form
+
+    def _form(self, grammar: str) -> OutputForm:
+        return OutputForm(llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=_LIMITS), self._vocab_size)
 
     @cached_property
     def _tokenizer(self) -> llguidance.LLTokenizer:
