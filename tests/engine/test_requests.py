@@ -230,7 +230,7 @@ def test_penalties_count_tokens_for_running_requests_only_and_again_after_a_pree
         core.add_request(str(number), clean(9, 3), params, priority=-number)
         for _ in range(2 * depth if number < 7 else 500):
             done |= {out.request_id: out.outputs[0].token_ids for out in core.step() if out.finished}
-            held = len(core._pipeline._compute._histories)
+            held = len(core._pipeline._compute._pasts)
             counted = max(counted, held)
     assert [done[str(number)] for number in range(8)] == want
     assert core.stats.preemptions >= 4

@@ -20,6 +20,7 @@ from typing import IO, Any, Literal
 
 import psutil
 
+from longfill import ONEDNN_LIMIT
 from longfill.bench.child import ChildRequest
 
 Status = Literal["ok", "not installed", "out of memory", "timed out", "failed"]
@@ -69,7 +70,9 @@ def _environment(threads: int) -> Mapping[str, str]:
     """This process's, with the thread count set and modules searched where this process searches them."""
     counts = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), str(threads))
     path = os.pathsep.join(entry for entry in sys.path if entry)
-    return os.environ | counts | {"PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false"}
+    # Other engines may use what longfill keeps away from for the sake of its bits.
+    own = {name: value for name, value in os.environ.items() if name != ONEDNN_LIMIT}
+    return own | counts | {"PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false"}
 
 
 def _follow(
