@@ -189,7 +189,11 @@ def test_every_request_leaves_one_line_and_those_whose_client_left_are_counted(s
     name = "leaves-a-line"
     server.http.post("/v1/completions", json={"prompt": "a", "max_tokens": 3, "ignore_eos": True},
                      headers={"x-request-id": name})  # fmt: skip
-    [line] = [line for line in server.log.splitlines() if name in line]
+    until = time.monotonic() + 10
+    while not (lines := [line for line in server.log.splitlines() if name in line]):  # it comes behind the answer
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    [line] = lines
     assert "200, 1 prompt tokens (0 cached), 3 generated" in line
     before = _left(server)
     Slow(server, 1, "leaves-early").leave()

@@ -54,7 +54,7 @@ def test_a_fact_is_found_in_a_long_chat_with_progress_on_the_way(
         usage = chunk.usage or usage
     assert fact.code in text.replace(" ", "")
     assert done == sorted(set(done))
-    assert len(done) >= 3
+    assert len(done) >= (3 if context > 100_000 else 1)  # a short prompt may be done between two frames
     assert usage is not None
     assert done[-1] == usage.prompt_tokens == context
 
