@@ -55,6 +55,14 @@ class Detokenizer:
             self._released = ["".join(self._released)]
         return self._released[0] if self._released else ""
 
+    def take(self) -> str:
+        """Text released since the last call, for who keeps the rest: a growing text is not joined anew at each token.
+
+        `text` then begins behind it.
+        """
+        taken, self._released = self.text, []
+        return taken
+
     def append(self, token_id: int) -> StopHit | None:
         """Take one token; returns the stop string if it is complete, after which further tokens change nothing."""
         if self._hit is not None or self._finished:

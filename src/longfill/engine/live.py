@@ -32,10 +32,8 @@ from longfill.worker.structured import OutputForm
 
 @dataclasses.dataclass(frozen=True)
 class _Given:
-    """How much of a request its outputs have shown."""
+    """How much of a request its outputs have shown, beside its text."""
 
-    text: int = 0
-    """Characters."""
     tokens: int = 0
     prompt_logprobs: bool = False
 
@@ -144,11 +142,14 @@ class LiveRequest:
                 # Bytes held back until the end completed a stop string.
                 request.finish_reason, request.stop_reason = FinishReason.STOP, hit.stop
         self._metrics.num_preemptions = request.num_preemptions
-        given = self._given if request.params.output_kind is RequestOutputKind.DELTA else _Given()
-        text = "" if self._detokenizer is None else self._detokenizer.text
+        is_delta = request.params.output_kind is RequestOutputKind.DELTA
+        given = self._given if is_delta else _Given()
+        text = ""
+        if self._detokenizer is not None:
+            text = self._detokenizer.take() if is_delta else self._detokenizer.text
         completion = CompletionOutput(
             index=0,
-            text=text[given.text :],
+            text=text,
             token_ids=request.output_token_ids[given.tokens :].tolist(),
             finish_reason=None if request.finish_reason is None else request.finish_reason.value,
             stop_reason=request.error if request.finish_reason is FinishReason.ERROR else request.stop_reason,
@@ -156,7 +157,7 @@ class LiveRequest:
             cumulative_logprob=None if self._logprobs is None else self._cumulative_logprob,
         )
         shows_prompt = self._has_whole_prompt and not given.prompt_logprobs
-        self._given = _Given(len(text), request.num_output_tokens, self._has_whole_prompt)
+        self._given = _Given(request.num_output_tokens, self._has_whole_prompt)
         return RequestOutput(
             request_id=request.request_id,
             prompt=self._prompt,
