@@ -88,13 +88,15 @@ class Kernel {
     }
   }
 
-  void finish(const Columns& columns, bool any_keys, Scratch& s) const {
+  // The first `empty_rows` rows have no keys.
+  void finish(const Columns& columns, std::int64_t empty_rows, Scratch& s) const {
     const AttentionOutputs& out = call_.out;
     const std::int64_t rank = call_.shape.rank;
     for (std::int64_t c = 0; c < columns.count(); ++c) {
       const std::int64_t row = columns.first_row + c / columns.heads;
       const std::int64_t head = columns.first_head + c % columns.heads;
       char* const to = out.data + row * out.row_stride + head * out.head_stride;
+      const bool any_keys = c / columns.heads >= empty_rows;
       if (any_keys) {
         steps_.finish(s.outputs + c * widths_.value_values, rank, 1.0f / s.sums[c], out.bf16, to);
       } else {
@@ -307,12 +309,12 @@ void sparse_mla(const Isa& isa, const AttentionCall& call, const LatentRows& key
         kernel.add(columns, blocks[now], nullptr, is_first, next, s);
         is_first = false;
       }
-      kernel.finish(columns, !is_first, s);
+      kernel.finish(columns, is_first ? 1 : 0, s);
     }
   });
 }
 
-void dense_mla(const Isa& isa, const AttentionCall& call, const LatentRows& keys, std::int64_t first_position,
+void dense_mla(const Isa& isa, const AttentionCall& call, const LatentRows& keys, const std::int64_t* visible,
                int num_threads) {
   const AttentionSteps& steps = steps_of(isa, call.bf16);
   const Kernel kernel(steps, call, keys);
@@ -328,8 +330,8 @@ void dense_mla(const Isa& isa, const AttentionCall& call, const LatentRows& keys
     const std::int64_t first_row = piece / cut.head_pieces * rows_together;
     const Kernel::Columns columns{first_row, std::min(rows_together, call.num_rows - first_row), first_head,
                                   std::min(cut.heads, call.shape.heads - first_head)};
-    const std::int64_t position = first_position + first_row;
-    const std::int64_t end = position + columns.rows;
+    const std::int64_t* const counts = visible + first_row;
+    const std::int64_t end = counts[columns.rows - 1];
     kernel.start(columns, s);
     Block blocks[2];
     int now = 0;
@@ -338,11 +340,11 @@ void dense_mla(const Isa& isa, const AttentionCall& call, const LatentRows& keys
       locate_range(kernel, key + kBlockKeys, end, blocks[now ^ 1]);
       Prefetch next(blocks[now ^ 1].rows, blocks[now ^ 1].count, keys.layout().row_bytes());
       std::int64_t seen[kMaxColumns];
-      for (std::int64_t r = 0; r < columns.rows; ++r) seen[r] = std::min(blocks[now].count, position + r + 1 - key);
+      for (std::int64_t r = 0; r < columns.rows; ++r) seen[r] = std::min(blocks[now].count, counts[r] - key);
       const bool all_see_all = seen[0] == blocks[now].count;
       kernel.add(columns, blocks[now], all_see_all ? nullptr : seen, key == 0, next, s);
     }
-    kernel.finish(columns, true, s);
+    kernel.finish(columns, std::upper_bound(counts, counts + columns.rows, 0) - counts, s);
   });
 }
 

@@ -57,8 +57,8 @@ struct SelectedKeys {
 // Both throw std::invalid_argument for a position or page that does not exist; the outputs are then undefined.
 void sparse_mla(const Isa& isa, const AttentionCall& call, const LatentRows& keys, const SelectedKeys& selected,
                 int num_threads);
-// Row i sits at first_position + i and sees [0, first_position + i].
-void dense_mla(const Isa& isa, const AttentionCall& call, const LatentRows& keys, std::int64_t first_position,
+// Row i sees the first visible[i] keys; the counts never fall from one row to the next.
+void dense_mla(const Isa& isa, const AttentionCall& call, const LatentRows& keys, const std::int64_t* visible,
                int num_threads);
 
 // The most bytes that either allocates, for any rows and contexts.

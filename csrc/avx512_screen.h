@@ -143,18 +143,14 @@ void screen_masks(const ScreenArgs& a, int blocks, ScreenMasks& masks) {
   for (; row < a.rows; ++row) screen_rows<1, HEADS>(a, row, blocks, masks);
 }
 
-inline std::int64_t visible_keys(const ScreenArgs& a, int row) {
-  return a.seen + row < a.keys_in_tile ? a.seen + row : a.keys_in_tile;
-}
-
 void screen_test(const ScreenArgs& a) {
   std::uint8_t numbers[64];
   for (int i = 0; i < 64; ++i) numbers[i] = static_cast<std::uint8_t>(i);
   const __m512i lanes = _mm512_loadu_si512(numbers);
   ScreenMasks masks;
-  screen_masks(a, static_cast<int>((visible_keys(a, a.rows - 1) + kScreenLanes - 1) / kScreenLanes), masks);
+  screen_masks(a, static_cast<int>((a.seen[a.rows - 1] + kScreenLanes - 1) / kScreenLanes), masks);
   for (int r = 0; r < a.rows; ++r) {
-    const std::int64_t visible = visible_keys(a, r);
+    const std::int64_t visible = a.seen[r];
     std::int64_t count = 0;
     for (std::int64_t first = 0; first < visible; first += 64) {
       std::uint64_t passed = masks.words[r][first / 64];

@@ -9,6 +9,7 @@ namespace longfill {
 
 void bind_index(nanobind::module_& m);
 void bind_linear(nanobind::module_& m);
+void bind_experts(nanobind::module_& m);
 void bind_attention(nanobind::module_& m);
 void bind_rows(nanobind::module_& m);
 void bind_bench(nanobind::module_& m);

@@ -99,7 +99,7 @@ AttentionCall call_of(const Isa& isa, const LatentLayout& layout, const Rows3& q
               0};
   if (lse.has_value()) {
     require(static_cast<std::int64_t>(lse->shape(0)) == num_rows &&
-                static_cast<std::int64_t>(lse->shape(1)) == heads && lse->stride(1) == 1,
+                static_cast<std::int64_t>(lse->shape(1)) == heads && (lse->stride(1) == 1 || heads == 1),
             "the log-sum-exp must be [rows, heads] with contiguous rows");
     call.out.lse = lse->data();
     call.out.lse_stride = lse->stride(0);
@@ -112,11 +112,11 @@ AttentionCall call_of(const Isa& isa, const LatentLayout& layout, const Rows3& q
 
 void sparse_mla_py(const std::string& isa_name, const Rows3& queries, const Layout& layout, const ConstBytes3& pool,
                    const ConstLongs1& pages, const std::optional<Rows2>& context, const ConstInts2& selection,
-                   double scale, const OutRows3& out, int num_threads) {
+                   double scale, const OutRows3& out, const std::optional<Floats2>& lse, int num_threads) {
   const Isa& isa = isa_named(isa_name);
   const LatentRows paged = paged_rows(layout, pool, pages);
   const LatentRows keys = context.has_value() ? gathered_rows(paged.layout(), *context) : paged;
-  const AttentionCall call = call_of(isa, paged.layout(), queries, out, std::nullopt, scale, num_threads);
+  const AttentionCall call = call_of(isa, paged.layout(), queries, out, lse, scale, num_threads);
   require(static_cast<std::int64_t>(selection.shape(0)) == call.num_rows &&
               (selection.stride(1) == 1 || selection.shape(1) <= 1),
           "the selection must be [rows, k] with contiguous rows");
@@ -126,15 +126,20 @@ void sparse_mla_py(const std::string& isa_name, const Rows3& queries, const Layo
 }
 
 void dense_mla_py(const std::string& isa_name, const Rows3& queries, const Layout& layout, const ConstBytes3& pool,
-                  const ConstLongs1& pages, std::int64_t first_position, double scale, const OutRows3& out,
+                  const ConstLongs1& pages, const ConstLongs1& visible, double scale, const OutRows3& out,
                   const std::optional<Floats2>& lse, int num_threads) {
   const Isa& isa = isa_named(isa_name);
   const LatentRows keys = paged_rows(layout, pool, pages);
   const AttentionCall call = call_of(isa, keys.layout(), queries, out, lse, scale, num_threads);
-  require(first_position >= 0 && first_position <= keys.size() - call.num_rows,
-          "the page table is shorter than the context");
+  require(static_cast<std::int64_t>(visible.shape(0)) == call.num_rows &&
+              (visible.stride(0) == 1 || call.num_rows <= 1),
+          "visible counts must be contiguous, one a row");
+  std::int64_t before = 0;
+  for (std::int64_t i = 0; i < call.num_rows; before = visible.data()[i++])
+    require(visible.data()[i] >= before, "visible counts must ascend from 0 on");
+  require(before <= keys.size(), "the page table is shorter than the context");
   nb::gil_scoped_release release;
-  dense_mla(isa, call, keys, first_position, num_threads);
+  dense_mla(isa, call, keys, visible.data(), num_threads);
 }
 
 void gather_rows_py(const std::string& isa_name, const Layout& layout, const ConstBytes3& pool,
@@ -156,9 +161,10 @@ void gather_rows_py(const std::string& isa_name, const Layout& layout, const Con
 void bind_attention(nb::module_& m) {
   m.def("sparse_mla", &sparse_mla_py, nb::arg("isa"), nb::arg("queries").noconvert(), nb::arg("layout"),
         nb::arg("pool").noconvert(), nb::arg("pages").noconvert(), nb::arg("context").noconvert().none(),
-        nb::arg("selection").noconvert(), nb::arg("scale"), nb::arg("out").noconvert(), nb::arg("num_threads"));
+        nb::arg("selection").noconvert(), nb::arg("scale"), nb::arg("out").noconvert(),
+        nb::arg("lse").noconvert().none(), nb::arg("num_threads"));
   m.def("dense_mla", &dense_mla_py, nb::arg("isa"), nb::arg("queries").noconvert(), nb::arg("layout"),
-        nb::arg("pool").noconvert(), nb::arg("pages").noconvert(), nb::arg("first_position"), nb::arg("scale"),
+        nb::arg("pool").noconvert(), nb::arg("pages").noconvert(), nb::arg("visible").noconvert(), nb::arg("scale"),
         nb::arg("out").noconvert(), nb::arg("lse").noconvert().none(), nb::arg("num_threads"));
   m.def("gather_rows", &gather_rows_py, nb::arg("isa"), nb::arg("layout"), nb::arg("pool").noconvert(),
         nb::arg("pages").noconvert(), nb::arg("length"), nb::arg("out").noconvert(), nb::arg("num_threads"));

@@ -12,6 +12,7 @@
 
 #include "bind.h"
 #include "index_topk.h"
+#include "merge_topk.h"
 #include "screen.h"
 #include "screen_check.h"
 
@@ -25,6 +26,7 @@ using ConstFloats2 = nb::ndarray<const float, nb::ndim<2>, nb::device::cpu>;
 using ConstFloats3 = nb::ndarray<const float, nb::ndim<3>, nb::device::cpu>;
 using ConstBytes3 = nb::ndarray<const std::uint8_t, nb::ndim<3>, nb::device::cpu>;
 using Ints2 = nb::ndarray<std::int32_t, nb::ndim<2>, nb::device::cpu>;
+using ConstInts2 = nb::ndarray<const std::int32_t, nb::ndim<2>, nb::device::cpu>;
 using ConstLongs1 = nb::ndarray<const std::int64_t, nb::ndim<1>, nb::device::cpu>;
 // Contiguous ones, of screen_check.
 using Queries = nb::ndarray<const float, nb::ndim<3>, nb::c_contig, nb::device::cpu>;
@@ -32,8 +34,8 @@ using Weights = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::
 using ConstFloats1 = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using ConstBytes2 = nb::ndarray<const std::uint8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using Bytes2 = nb::ndarray<std::uint8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
-// (first row, rows, first position, page table)
-using Rows = std::vector<std::tuple<std::int64_t, std::int64_t, std::int64_t, ConstLongs1>>;
+// (first row, rows, first position, keys that each row sees unless rows are consecutive, page table)
+using Rows = std::vector<std::tuple<std::int64_t, std::int64_t, std::int64_t, std::optional<ConstLongs1>, ConstLongs1>>;
 
 void require(bool holds, const std::string& what) {
   if (!holds) throw std::invalid_argument("index_topk: " + what);
@@ -45,19 +47,30 @@ bool adjacent(const Array& array, std::size_t dimension) {
   return array.stride(dimension) == 1 || array.shape(dimension) <= 1;
 }
 
+void check_counts(const ConstLongs1& visible, std::int64_t rows) {
+  require(static_cast<std::int64_t>(visible.shape(0)) == rows && adjacent(visible, 0),
+          "visible counts must be contiguous, one a row");
+  std::int64_t before = 0;
+  for (std::int64_t i = 0; i < rows; before = visible.data()[i++])
+    require(visible.data()[i] >= before && visible.data()[i] <= INT32_MAX, "visible counts must ascend from 0 on");
+}
+
 std::vector<ScoredRows> checked_rows(const Rows& rows, const ConstBytes3& values, std::int64_t num_rows) {
   const auto num_pages = static_cast<std::int64_t>(values.shape(0));
   const auto page_size = static_cast<std::int64_t>(values.shape(1));
   std::vector<ScoredRows> checked;
-  for (const auto& [first_row, count, first_position, pages] : rows) {
+  for (const auto& [first_row, count, first_position, visible, pages] : rows) {
     require(first_row >= 0 && count >= 0 && count <= num_rows - first_row, "rows outside the step");
     require(first_position >= 0 && first_position <= INT32_MAX - count, "a position does not fit 32 bits");
     require(adjacent(pages, 0), "page tables must be contiguous");
-    const std::int64_t needed = (first_position + count + page_size - 1) / page_size;
+    if (visible.has_value()) check_counts(*visible, count);
+    const ScoredRows span{first_row, count, first_position, visible.has_value() ? visible->data() : nullptr,
+                          pages.data()};
+    const std::int64_t needed = (span.keys() + page_size - 1) / page_size;
     require(static_cast<std::int64_t>(pages.shape(0)) >= needed, "a page table is shorter than its context");
     for (std::int64_t i = 0; i < needed; ++i)
       require(pages.data()[i] >= 0 && pages.data()[i] < num_pages, "a page table names a page outside the pool");
-    if (count > 0) checked.push_back({first_row, count, first_position, pages.data()});
+    if (count > 0) checked.push_back(span);
   }
   return checked;
 }
@@ -123,6 +136,25 @@ std::tuple<std::int64_t, std::int64_t, std::int64_t> index_topk_py(
   return {counted.pairs, counted.screened, counted.survivors};
 }
 
+void merge_topk_py(const std::string& isa_name, const ConstFloats2& scores, const ConstInts2& positions,
+                   const Ints2& selection, int num_threads) {
+  const Isa& isa = isa_named(isa_name);
+  const auto rows = static_cast<std::int64_t>(selection.shape(0));
+  const auto entries = static_cast<std::int64_t>(scores.shape(1));
+  const auto k = static_cast<std::int64_t>(selection.shape(1));
+  require(num_threads >= 1, "num_threads must be at least 1");
+  require(k >= 1, "k must be at least 1");
+  require(static_cast<std::int64_t>(scores.shape(0)) == rows && adjacent(scores, 1) &&
+              static_cast<std::int64_t>(positions.shape(0)) == rows && adjacent(positions, 1) &&
+              static_cast<std::int64_t>(positions.shape(1)) == entries,
+          "candidates must be a score and a position an entry, in contiguous rows, one for each of the selection");
+  require(adjacent(selection, 1), "the selection must have contiguous rows");
+  const ShardCandidates candidates{scores.data(), scores.stride(0), positions.data(), positions.stride(0), entries};
+  const Selection out{selection.data(), selection.stride(0), nullptr, 0, k};
+  nb::gil_scoped_release release;
+  merge_topk(isa, candidates, rows, out, num_threads);
+}
+
 void screen_check_py(const std::string& isa_name, const Queries& queries, const Weights& weights,
                      const ConstBytes2& keys, const ConstFloats1& scales, const ConstFloats1& thresholds,
                      float bound_factor, const Bytes2& passed) {
@@ -164,6 +196,15 @@ void bind_index(nb::module_& m) {
       },
       nb::arg("isa"), nb::arg("fp8_keys"), nb::arg("heads"), nb::arg("dim"), nb::arg("k"), nb::arg("screen"),
       nb::arg("num_threads"));
+  m.def("merge_topk", &merge_topk_py, nb::arg("isa"), nb::arg("scores").noconvert(), nb::arg("positions").noconvert(),
+        nb::arg("selection").noconvert(), nb::arg("num_threads"));
+  m.def(
+      "merge_topk_scratch_bytes",
+      [](std::int64_t entries, int num_threads) {
+        require(entries >= 0 && num_threads >= 1, "no candidates to merge");
+        return merge_topk_scratch_bytes(entries, num_threads);
+      },
+      nb::arg("entries"), nb::arg("num_threads"));
   m.def("screen_check", &screen_check_py, nb::arg("isa"), nb::arg("queries").noconvert(),
         nb::arg("weights").noconvert(), nb::arg("keys").noconvert(), nb::arg("scales").noconvert(),
         nb::arg("thresholds").noconvert(), nb::arg("bound_factor"), nb::arg("passed").noconvert());

@@ -21,8 +21,7 @@ inline void collect_rows(const CollectArgs& a, const Append& append) {
   for (int r = 0; r < a.rows; ++r) {
     Candidates row{a.candidate_scores + r * a.candidate_stride, a.candidate_positions + r * a.candidate_stride,
                    a.counts[r]};
-    const std::int64_t n = a.seen + r < a.tile_keys ? a.seen + r : a.tile_keys;
-    append(a.scores + r * a.score_stride, n, a.first_position, a.thresholds[r], row);
+    append(a.scores + r * a.score_stride, a.seen[r], a.first_position, a.thresholds[r], row);
     a.counts[r] = row.count;
   }
 }

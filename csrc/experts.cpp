@@ -10,6 +10,7 @@ namespace {
 
 constexpr std::int64_t kMaxPanelColumns = 64;
 constexpr std::int64_t kFinishRows = 64;  // rows that a task clears or rounds
+constexpr std::int64_t kFoldRows = 8;     // rows that a task folds
 
 struct MlpMemory {
   PackedRows x;
@@ -237,6 +238,28 @@ std::int64_t experts_scratch_bytes(const Isa& isa, const std::vector<Mlp>& weigh
   Carver measure(nullptr);
   ExpertsMemory(measure, static_cast<std::int64_t>(weights.size()), rows * k, rows * width, block);
   return static_cast<std::int64_t>(measure.used());
+}
+
+void fold_experts(const Isa& isa, const ExpertOutputs& outputs, std::int64_t rows, std::int64_t width,
+                  const Output& out, int num_threads) {
+  Carver measure(nullptr);
+  for (int t = 0; t < num_threads; ++t) measure.take<float>(width);
+  const KeptBytes bytes(measure.used());
+  Carver carver(bytes.get());
+  std::vector<float*> totals;
+  for (int t = 0; t < num_threads; ++t) totals.push_back(carver.take<float>(width));
+  for_tasks(num_threads, (rows + kFoldRows - 1) / kFoldRows, [&](std::int64_t task, int thread) {
+    float* const total = totals[static_cast<std::size_t>(thread)];
+    const std::int64_t last = std::min(rows, (task + 1) * kFoldRows);
+    for (std::int64_t r = task * kFoldRows; r < last; ++r) {
+      std::fill_n(total, width, 0.0f);
+      for (std::int64_t i = r * outputs.k; i < (r + 1) * outputs.k; ++i)
+        isa.linear.add_scaled(outputs.values + outputs.slots[i] * outputs.stride, outputs.weights[i], width, total);
+      if (outputs.shared != nullptr)
+        isa.linear.add_scaled(outputs.shared + r * outputs.shared_stride, 1.0f, width, total);
+      store_row(isa, total, width, out.element, out.data + r * out.stride);
+    }
+  });
 }
 
 }  // namespace longfill

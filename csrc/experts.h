@@ -36,4 +36,19 @@ void experts(const Isa& isa, const std::vector<Mlp>& weights, const Mlp* shared,
 std::int64_t experts_scratch_bytes(const Isa& isa, const std::vector<Mlp>& weights, const Mlp* shared, std::int64_t k,
                                    std::int64_t rows, std::int64_t width, int num_threads);
 
+// Outputs of experts that were computed elsewhere.
+struct ExpertOutputs {
+  const float* values;  // rows `stride` floats apart
+  std::int64_t stride;
+  const std::int64_t* slots;  // [rows][k]: where a row's outputs stand, in ascending order of its experts
+  const float* weights;       // [rows][k]
+  std::int64_t k;
+  const float* shared;  // [rows], `shared_stride` floats apart; null without one
+  std::int64_t shared_stride;
+};
+
+// The sum that `experts` forms of them, bit for bit.
+void fold_experts(const Isa& isa, const ExpertOutputs& outputs, std::int64_t rows, std::int64_t width,
+                  const Output& out, int num_threads);
+
 }  // namespace longfill

@@ -119,7 +119,7 @@ class Kernel {
     const ScoredRows& rows = piece.rows;
     const std::int64_t keys = (tiling_.candidate_room / tiling_.tile_keys + 1) * tiling_.tile_keys;
     if (piece.last_key - piece.first_key < kPrimingShare * keys) return false;
-    const std::int64_t last = rows.first_position + 1;  // the first row sees no more
+    const std::int64_t last = rows.visible(0);
     if (last < keys) return false;
     for (std::int64_t key = last - keys; key < last; key += tiling_.tile_keys) {
       const Tile tile{key, tiling_.tile_keys};
@@ -166,23 +166,25 @@ class Kernel {
       isa_.unpack_block(keys + i, in_.dim, s.tile + i / isa_.lanes * block_bytes);
   }
 
-  // Rows at positions before the tile see none of it.
-  static std::int64_t first_row_of(const ScoredRows& rows, const Tile& t) {
-    return std::max<std::int64_t>(0, t.first_key - rows.first_position);
+  // How many of the tile's keys each of rows [r, r + count) sees.
+  static void count_seen(const ScoredRows& rows, std::int64_t r, std::int64_t count, const Tile& t,
+                         std::int64_t* seen) {
+    for (std::int64_t i = 0; i < count; ++i) seen[i] = std::min(t.keys, rows.visible(r + i) - t.first_key);
   }
 
   void score_tile(const ScoredRows& rows, const Tile& t, Scratch& s) const {
     score_pending(rows, s);
     unpack(s.tile_keys, t.keys, s);
-    for (std::int64_t r = first_row_of(rows, t); r < rows.num_rows; r += kGroupRows)
+    for (std::int64_t r = rows.first_that_sees(t.first_key); r < rows.num_rows; r += kGroupRows)
       score_group(rows, r, std::min<std::int64_t>(kGroupRows, rows.num_rows - r), t, s);
   }
 
   void score_group(const ScoredRows& rows, std::int64_t r, std::int64_t count, const Tile& t, Scratch& s) const {
-    const std::int64_t before = rows.first_position - t.first_key + 1;  // row i sees `before + i` keys of the tile
-    score(rows, r, count, s.tile_scales, std::min(t.keys, before + r + count - 1), s);
+    std::int64_t seen[kGroupRows];
+    count_seen(rows, r, count, t, seen);
+    score(rows, r, count, s.tile_scales, seen[count - 1], s);
     const std::int64_t at = r * tiling_.candidate_stride();
-    isa_.collect({s.tile_scores, tiling_.tile_keys, static_cast<int>(count), t.keys, before + r,
+    isa_.collect({s.tile_scores, tiling_.tile_keys, static_cast<int>(count), seen,
                   static_cast<std::int32_t>(t.first_key), s.candidate_scores + at, s.candidate_positions + at,
                   tiling_.candidate_stride(), s.counts + r, s.thresholds + r});
     for (std::int64_t i = r; i < r + count; ++i)
@@ -226,7 +228,7 @@ class Kernel {
   void screen_tile(const ScoredRows& rows, const Tile& t, ScreenChoice::Step step, ScreenChoice& choice,
                    std::int64_t keys_before, Scratch& s) const {
     const bool probe = step == ScreenChoice::Step::kProbe;
-    const std::int64_t first = first_row_of(rows, t);
+    const std::int64_t first = rows.first_that_sees(t.first_key);
     const std::int64_t last = probe ? std::min(first + kProbedRows, rows.num_rows) : rows.num_rows;
     ScreenScratch& c = *s.screen;
     for (std::int64_t& r = c.packed_rows; r < last; ++r)
@@ -234,22 +236,23 @@ class Kernel {
                  in_.weights + (rows.first_row + r) * in_.weight_stride, in_.heads, in_.dim);
     for (std::int64_t r = first; r < last; ++r) cut_back(r, tiling_.screened_room, out_.k, s);
     c.pack_tile(*isa_.screen, s.tile_keys, s.tile_scales, t.keys, in_.dim);
-    ScreenCounts seen;
+    ScreenCounts counted;
     for (std::int64_t r = first; r < last; r += kGroupRows)
-      screen_group(rows, r, std::min<std::int64_t>(kGroupRows, last - r), t, probe, seen, s);
-    choice.saw(keys_before + t.keys, seen.screened, seen.survivors);
-    if (!probe) s.counted.add(seen);
+      screen_group(rows, r, std::min<std::int64_t>(kGroupRows, last - r), t, probe, counted, s);
+    choice.saw(keys_before + t.keys, counted.screened, counted.survivors);
+    if (!probe) s.counted.add(counted);
   }
 
   void screen_group(const ScoredRows& rows, std::int64_t r, std::int64_t count, const Tile& t, bool probe,
-                    ScreenCounts& seen, Scratch& s) const {
+                    ScreenCounts& counted, Scratch& s) const {
     ScreenScratch& c = *s.screen;
-    const std::int64_t before = rows.first_position - t.first_key + 1;
-    isa_.screen->test(c.arguments(r, count, s.thresholds + r, before + r, t.keys, in_.heads, in_.dim));
+    std::int64_t seen[kGroupRows];
+    count_seen(rows, r, count, t, seen);
+    isa_.screen->test(c.arguments(r, count, s.thresholds + r, seen, in_.heads, in_.dim));
     for (std::int64_t i = 0; i < count; ++i) {
       const std::int32_t survivors = c.survivor_counts[i];
-      seen.screened += std::min(t.keys, before + r + i);
-      seen.survivors += survivors;
+      counted.screened += seen[i];
+      counted.survivors += survivors;
       if (!probe) line_up(rows, r + i, c.survivors + i * kSurvivorStride, survivors, t, s);
     }
   }
@@ -369,7 +372,9 @@ ScreenCounts index_topk(const Isa& isa, const IndexInputs& in, const std::vector
   }
   ScreenCounts counted;
   for (const Scratch& thread : memory.threads) counted.add(thread.counted);
-  for (const ScoredRows& r : rows) counted.pairs += r.num_rows * r.first_position + r.num_rows * (r.num_rows + 1) / 2;
+  for (const ScoredRows& r : rows) {
+    for (std::int64_t i = 0; i < r.num_rows; ++i) counted.pairs += r.visible(i);
+  }
   return counted;
 }
 

@@ -1,6 +1,7 @@
 // The lightning indexer over a paged key cache, fused with the exact top-k.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <vector>
 
@@ -9,12 +10,24 @@
 
 namespace longfill {
 
-// Consecutive rows of one request: row first_row + i sits at position first_position + i and sees keys [0, position].
+// Rows of one request, none of which sees fewer keys than the one before: row first_row + i sees keys [0, visible(i)).
 struct ScoredRows {
   std::int64_t first_row;
   std::int64_t num_rows;
-  std::int64_t first_position;
-  const std::int64_t* pages;  // page table; covers first_position + num_rows keys
+  std::int64_t first_position;  // of rows at consecutive positions, each of which sees itself; else unused
+  const std::int64_t* counts;   // [num_rows] keys that each row sees; null for consecutive rows
+  const std::int64_t* pages;    // page table; covers keys()
+
+  std::int64_t visible(std::int64_t i) const { return counts == nullptr ? first_position + i + 1 : counts[i]; }
+  std::int64_t keys() const { return num_rows == 0 ? 0 : visible(num_rows - 1); }
+  // The first row that sees `key`; num_rows where none does.
+  std::int64_t first_that_sees(std::int64_t key) const {
+    if (counts != nullptr) return std::upper_bound(counts, counts + num_rows, key) - counts;
+    return std::clamp<std::int64_t>(key - first_position, 0, num_rows);
+  }
+  ScoredRows part(std::int64_t first, std::int64_t rows) const {
+    return {first_row + first, rows, first_position + first, counts == nullptr ? nullptr : counts + first, pages};
+  }
 };
 
 struct PagedKeys {

@@ -43,10 +43,9 @@ struct CollectArgs {
   const float* scores;
   std::int64_t score_stride;
   int rows;
-  std::int64_t tile_keys;
-  std::int64_t seen;  // keys of the tile that row 0 sees; each next row sees one more, up to tile_keys
+  const std::int64_t* seen;  // [rows]: keys of the tile that each row sees
   std::int32_t first_position;
-  // Row r's candidates start at `r * candidate_stride` and have room for tile_keys + 16 more.
+  // Row r's candidates start at `r * candidate_stride` and have room for a whole tile and 16 more.
   float* candidate_scores;
   std::int32_t* candidate_positions;
   std::int64_t candidate_stride;

@@ -27,8 +27,7 @@ struct ScreenArgs {
   const float* scales;
   std::uint8_t* survivors;       // [rows][kSurvivorStride]: keys that may pass the threshold, ascending
   std::int32_t* counts;          // [rows]: how many
-  std::int64_t seen;             // keys of the tile that row 0 sees; each next row sees one more, up to `keys_in_tile`
-  std::int64_t keys_in_tile;
+  const std::int64_t* seen;      // [rows]: keys of the tile that each row sees, at least 1, ascending
   int rows;                      // at most kScreenRows
   int heads;
   int dim;

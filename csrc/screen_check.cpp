@@ -21,11 +21,12 @@ void screen_check(const Isa& isa, const ScreenCheck& check, std::uint8_t* passed
   c.pack_tile(*isa.screen, keys, check.scales, check.num_keys, check.dim);
   const std::int64_t row_values = static_cast<std::int64_t>(check.heads) * check.dim;
   std::fill(passed, passed + static_cast<std::int64_t>(check.rows) * check.num_keys, std::uint8_t{0});
+  const std::int64_t seen = check.num_keys;
   for (std::int64_t r = 0; r < check.rows; ++r) {
     c.pack_row(0, check.queries + r * row_values, check.weights + r * check.heads, check.heads, check.dim);
     c.error_weights[0] *= check.bound_factor;
     c.norm_weights[0] *= check.bound_factor;
-    isa.screen->test(c.arguments(0, 1, check.thresholds + r, check.num_keys, check.num_keys, check.heads, check.dim));
+    isa.screen->test(c.arguments(0, 1, check.thresholds + r, &seen, check.heads, check.dim));
     for (std::int32_t i = 0; i < c.survivor_counts[0]; ++i) passed[r * check.num_keys + c.survivors[i]] = 1;
   }
 }

@@ -73,12 +73,12 @@ struct ScreenScratch {
     }
   }
 
-  // Rows [r, r + count), the first of which sees `seen` keys of the tile.
-  ScreenArgs arguments(std::int64_t r, std::int64_t count, const float* thresholds, std::int64_t seen,
-                       std::int64_t keys_in_tile, int heads, int dim) const {
+  // Rows [r, r + count), each of which sees so many keys of the tile.
+  ScreenArgs arguments(std::int64_t r, std::int64_t count, const float* thresholds, const std::int64_t* seen,
+                       int heads, int dim) const {
     return {queries + r * heads * dim, offsets + r * heads, factors + r * heads, error_weights + r, norm_weights + r,
-            thresholds, tile, norms, errors, scales, survivors, survivor_counts, seen, keys_in_tile,
-            static_cast<int>(count), heads, dim};
+            thresholds, tile, norms, errors, scales, survivors, survivor_counts, seen, static_cast<int>(count), heads,
+            dim};
   }
 };
 

@@ -36,12 +36,11 @@ Tiling::Tiling(const Isa& isa, int heads, int dim, std::int64_t k) {
 namespace {
 
 double macs_of(const ScoredRows& rows, int heads, int dim) {
-  const double keys = static_cast<double>(rows.first_position + rows.num_rows);
-  return static_cast<double>(rows.num_rows) * keys * heads * dim;
+  return static_cast<double>(rows.num_rows) * static_cast<double>(rows.keys()) * heads * dim;
 }
 
 std::vector<Piece> split_keys(const Tiling& tiling, const ScoredRows& block, std::int64_t splits, Plan& plan) {
-  const std::int64_t keys = block.first_position + block.num_rows;
+  const std::int64_t keys = block.keys();
   const std::int64_t tiles = (keys + tiling.tile_keys - 1) / tiling.tile_keys;
   std::vector<Piece> parts;
   for (std::int64_t part = 0; part < splits; ++part) {
@@ -61,7 +60,7 @@ Plan make_plan(const Tiling& tiling, const std::vector<ScoredRows>& rows, int he
   for (const ScoredRows& r : rows) {
     for (std::int64_t first = 0; first < r.num_rows; first += tiling.block_rows) {
       const std::int64_t count = std::min(tiling.block_rows, r.num_rows - first);
-      blocks.push_back({r.first_row + first, count, r.first_position + first, r.pages});
+      blocks.push_back(r.part(first, count));
       macs += macs_of(blocks.back(), heads, dim);
     }
   }
@@ -69,7 +68,11 @@ Plan make_plan(const Tiling& tiling, const std::vector<ScoredRows>& rows, int he
   plan.num_threads = static_cast<int>(clamp(static_cast<std::int64_t>(macs / kMacsPerThread), 1, num_threads));
   const double macs_per_piece = macs / static_cast<double>(kPiecesPerThread * plan.num_threads);
   for (const ScoredRows& block : blocks) {
-    const std::int64_t keys = block.first_position + block.num_rows;
+    const std::int64_t keys = block.keys();
+    if (keys == 0) {
+      plan.pieces.push_back({block, 0, 0, -1});
+      continue;
+    }
     const auto wanted = static_cast<std::int64_t>(std::ceil(macs_of(block, heads, dim) / macs_per_piece));
     const std::int64_t most = plan.num_threads == 1 ? 1 : std::max<std::int64_t>(1, keys / kMinSplitKeys);
     const std::int64_t splits = clamp(wanted, 1, most);

@@ -1,4 +1,5 @@
-"""Every pair of features gives what each gives alone, or is refused with both names; docs/compatibility.md says which.
+"""Every pair of features gives what each gives alone, or is refused with both names (known fault CP-03, for ranks);
+docs/compatibility.md says which.
 
 A pair is run on a tiny random model: two requests at once, then the first again (a prefix hit).
 """
@@ -9,7 +10,7 @@ import dataclasses
 import functools
 import hashlib
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,20 @@ import torch
 from torch import Tensor
 
 from longfill import LLM, SamplingParams
-from longfill.compatibility import BY_NAME, FEATURES, OUTSIDE, Feature, Setup, cell, check, table
+from longfill.compatibility import (
+    ALTERS,
+    BY_NAME,
+    FEATURES,
+    OUTSIDE,
+    REFUSED_TOGETHER,
+    Feature,
+    Setup,
+    cell,
+    check,
+    table,
+)
 from longfill.config import EngineArgs
+from longfill.engine.executors import spawn
 from longfill.errors import ConfigError, LongfillError
 from longfill.kernels.cpu import available, selected_isa
 from longfill.kernels.cpu.indexer import SCREENED_ISAS
@@ -28,6 +41,7 @@ from longfill.request import Logprob, StructuredOutputsParams
 from tests.engine.small_tokenizers import gpt2
 from tests.native import needs_native
 from tests.oracle.harness import oracle, run, tokens
+from tests.parallel.forked import ForkedProcesses
 from tests.tiny import make_checkpoint
 
 TOPK, OTHER_TOPK = 8, 12
@@ -44,6 +58,7 @@ MEAN_ROUNDING = 0.3
 MODEL_FIELDS: dict[str, dict[str, Any]] = {
     "no indexer": {"family": "deepseek_v3", "n_group": 1},
     "shared indexer layers": {"indexer_types": ["full", "shared"]},
+    "no experts": {"first_k_dense_replace": 2, "mlp_layer_types": ["dense", "dense"]},
     "fp8 weights": {"fp8": True},
 }
 ARGUMENTS: dict[str, dict[str, Any]] = {
@@ -59,6 +74,12 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "async_scheduling": {"async_scheduling": True},
     "split_mixed_batch": {"split_mixed_batch": True},
     "speculative_config": {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2}},
+    "tensor_parallel_size": {"tensor_parallel_size": 2},
+    "enable_expert_parallel": {"enable_expert_parallel": True},
+    "prefill_context_parallel_size": {"prefill_context_parallel_size": 2},
+    "decode_context_parallel_size": {"decode_context_parallel_size": 2},
+    "cp_kv_cache_interleave_size": {"cp_kv_cache_interleave_size": 2},
+    "deterministic": {"deterministic": True},
     "digest": {"digest": True},
     "skip_tokenizer_init": {"skip_tokenizer_init": True},
     "tokenizer": {"tokenizer": "OTHER"},
@@ -76,7 +97,30 @@ PARAMS: dict[str, dict[str, Any]] = {
 CHOOSING = frozenset({"sampling", "penalties", "logit_bias", "min_tokens", "structured_outputs"})
 """Features that choose among the model's logits, and change none of them for the same tokens."""
 
+PARALLEL = (
+    "tensor_parallel_size", "enable_expert_parallel", "prefill_context_parallel_size", "decode_context_parallel_size",
+    "deterministic",
+)  # fmt: skip
+"""Features of several ranks that meet HARD ones in every run of the tests; all other pairs of theirs are slow."""
+OF_RANKS = frozenset(
+    {*PARALLEL, "cp_kv_cache_interleave_size", "dcp_comm_backend=ag_rs", "pcp_split=interleave", "pcp_split=contiguous"}
+    | {"all2all_backend=high_throughput", "all2all_backend=low_latency"}
+)
+HARD = frozenset(
+    {"no indexer", "shared indexer layers", "fp8 weights", "dtype=bfloat16", "kernel_backend=reference"}
+    | {"enable_prefix_caching", "num_gpu_blocks_override", "max_num_batched_tokens", "async_scheduling"}
+    | {"speculative_config", "structured_outputs", "prompt_logprobs", "split_mixed_batch"}
+)
+
 NEEDS = {
+    "enable_expert_parallel": "prefill_context_parallel_size",
+    "all2all_backend=high_throughput": "enable_expert_parallel",
+    "all2all_backend=low_latency": "enable_expert_parallel",
+    "pcp_split=interleave": "prefill_context_parallel_size",
+    "pcp_split=contiguous": "prefill_context_parallel_size",
+    "decode_context_parallel_size": "tensor_parallel_size",
+    "cp_kv_cache_interleave_size": "decode_context_parallel_size",
+    "dcp_comm_backend=ag_rs": "decode_context_parallel_size",
     "n": "sampling",
     "sparse_mla_prefill_workspace_factor": "attention_path=workspace",
     "indexer_screen=on": "indexer_cache_dtype=fp8",  # which the bench's float32 models have only when told to
@@ -170,10 +214,12 @@ class Bench:
                 result.digests.append(output.digest)
                 result.cached.append(output.num_cached_tokens)
         result.preemptions = llm.stats.preemptions
+        llm.close()
         return result
 
     def _rows(self, names: frozenset[str]) -> Tensor:
-        return run(self.llm(names), LONG_PROMPT).logits
+        with self.llm(names) as llm:
+            return run(llm, LONG_PROMPT).logits if llm.engine_args.num_ranks == 1 else last_rows(llm)
 
     def _exact(self, names: frozenset[str]) -> Tensor:
         rows = self.rows(names)
@@ -181,6 +227,21 @@ class Bench:
         _, model = self.model(names & frozenset(MODEL_FIELDS), topk)
         assert difference(rows, oracle(model, LONG_PROMPT).logits).max() < 1e-5
         return rows
+
+
+def last_rows(llm: LLM) -> Tensor:
+    """The logits [L, V] of every row of LONG_PROMPT, each as the last one of a prompt of its own."""
+    rows: list[Tensor] = []
+    append = llm.engine._append
+
+    def keep(live: Any, num_tokens: int, outcome: Any) -> None:
+        rows.append(outcome.logits[live.request.request_id][0].clone())
+        append(live, num_tokens, outcome)
+
+    llm.engine._append = keep  # type: ignore[method-assign]
+    for end in range(1, len(LONG_PROMPT) + 1):
+        llm.generate([list(LONG_PROMPT[:end])], SamplingParams(temperature=0, max_tokens=1, ignore_eos=True))
+    return torch.stack(rows)
 
 
 def sampling(names: frozenset[str]) -> SamplingParams:
@@ -212,7 +273,9 @@ def difference(got: Tensor, want: Tensor) -> Tensor:
 
 def with_needs(*features: Feature) -> frozenset[str]:
     names = {feature.name for feature in features}
-    return frozenset(names | {NEEDS[name] for name in names & frozenset(NEEDS)})
+    while not (needed := {NEEDS[name] for name in names & frozenset(NEEDS)}) <= names:
+        names |= needed
+    return frozenset(names)
 
 
 def marks(*features: Feature) -> list[Any]:
@@ -220,6 +283,8 @@ def marks(*features: Feature) -> list[Any]:
     found = [needs_native] if "kernel_backend=cpu" in names else []
     if "indexer_screen=on" in names:
         found.append(needs_screen)
+    if len(names & OF_RANKS) == 1 < len(names) and not (names & set(PARALLEL) and names & HARD):
+        found.append(pytest.mark.slow)
     return found
 
 
@@ -235,6 +300,13 @@ def pairs(*, refused: bool) -> list[Any]:
     ]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def forked_ranks() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(spawn, "Processes", ForkedProcesses)
+        yield
+
+
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
     return Bench(tmp_path_factory.mktemp("compatibility"))
@@ -244,7 +316,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
 def test_every_allowed_pair_is_equal(bench: Bench, first: Feature, second: Feature) -> None:
     names = with_needs(first, second)
     got = bench.run(names)
-    kept = frozenset(name for name in names if BY_NAME[name].effect != "none")
+    kept = frozenset(name for name in names if BY_NAME[name].effect != "none" or ALTERS.get(name, frozenset()) & names)
     same = bench.run(kept)
     assert got.token_ids == same.token_ids
     for rows, wanted in zip(got.logits, same.logits, strict=True):
@@ -264,6 +336,8 @@ def test_every_allowed_pair_is_equal(bench: Bench, first: Feature, second: Featu
 @pytest.mark.parametrize(("first", "second"), pairs(refused=True))
 def test_every_refused_pair_is_refused_with_both_names(bench: Bench, first: Feature, second: Feature) -> None:
     names = frozenset({first.name, second.name})
+    if names & OF_RANKS:
+        names = with_needs(first, second)
     with pytest.raises(LongfillError) as error:
         bench.llm(names).generate([list(PROMPTS[0])], sampling(names))
     options = [first.option, second.option]
@@ -272,11 +346,21 @@ def test_every_refused_pair_is_refused_with_both_names(bench: Bench, first: Feat
     assert all(option in str(error.value) for option in options)
 
 
+@pytest.mark.parametrize(("names", "why"), REFUSED_TOGETHER)
+def test_what_is_refused_together_is_allowed_in_part(bench: Bench, names: tuple[str, ...], why: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        bench.llm(with_needs(*(BY_NAME[name] for name in names)))
+    assert all(BY_NAME[name].option in str(error.value) for name in names)
+    assert why in str(error.value)
+    for left_out in names:
+        bench.llm(with_needs(*(BY_NAME[name] for name in names if name != left_out))).close()
+
+
 def test_a_refusal_comes_before_any_weight_is_read(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     def started(*_: Any) -> None:
         raise AssertionError("the worker was made")
 
-    monkeypatch.setattr("longfill.engine.engine.Worker", started)
+    monkeypatch.setattr("longfill.engine.engine.make_executor", started)
     with pytest.raises(ConfigError, match="--sparse-mla-force-mqa and --model without an indexer"):
         bench.llm(frozenset({"sparse_mla_force_mqa", "no indexer"}))
 

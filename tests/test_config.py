@@ -201,3 +201,37 @@ def test_cpu_01_threads_default_to_the_fewer_of_quota_and_cores(
     monkeypatch.setattr(config, "cgroup_cpu_count", lambda: quota_cores)
     monkeypatch.setattr(config, "physical_core_count", lambda: physical)
     assert default_threads() == threads
+
+
+@pytest.mark.parametrize(
+    ("given", "texts"),
+    [
+        ({"tensor_parallel_size": 3, "decode_context_parallel_size": 2}, ["--decode-context-parallel-size 2", "3"]),
+        (
+            {"prefill_context_parallel_size": 2, "tensor_parallel_size": 2, "decode_context_parallel_size": 3},
+            ["--decode-context-parallel-size 3", "must be 1, 2 or 4"],
+        ),
+        ({"deterministic": True, "tensor_parallel_size": 3}, ["--deterministic", "--tensor-parallel-size 3"]),
+        ({"pcp_split": "interleave"}, ["--pcp-split", "--prefill-context-parallel-size"]),
+        ({"all2all_backend": "low_latency"}, ["--all2all-backend", "--enable-expert-parallel"]),
+        ({"dcp_comm_backend": "ag_rs"}, ["--dcp-comm-backend", "--decode-context-parallel-size"]),
+        ({"cp_kv_cache_interleave_size": 2}, ["--cp-kv-cache-interleave-size", "--decode-context-parallel-size"]),
+        (
+            {"tensor_parallel_size": 2, "decode_context_parallel_size": 2, "cp_kv_cache_interleave_size": 3},
+            ["--cp-kv-cache-interleave-size 3", "--block-size 64"],
+        ),
+    ],
+)
+def test_sizes_of_ranks_that_are_no_mesh_are_refused_with_both_names(given: dict[str, Any], texts: list[str]) -> None:
+    with pytest.raises(ConfigError) as error:
+        EngineArgs(**given)
+    assert all(text in str(error.value) for text in texts)
+
+
+def test_ranks_of_this_machine_are_all_unless_torchrun_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    args = EngineArgs(tensor_parallel_size=4)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert args.local_ranks == 4
+    monkeypatch.setenv("RANK", "0")
+    assert args.local_ranks == 2
+    assert EngineArgs(tensor_parallel_size=4, distributed_executor_backend="mp").local_ranks == 4

@@ -35,6 +35,11 @@ class ModelFacts(Protocol):
     @property
     def quant(self) -> object | None: ...
     @property
+    def moe_layers(self) -> tuple[bool, ...]:
+        """Per layer whether it has experts."""
+        ...
+
+    @property
     def dtype(self) -> str:
         """Of weights and activations, after `--dtype`."""
         ...
@@ -115,6 +120,7 @@ FEATURES: tuple[Feature, ...] = (
         "shared indexer layers", "--model with shared indexer layers", "indexer", "model",
         lambda s: s.model.indexer is not None and "shared" in s.model.indexer.types,
     ),
+    Feature("no experts", "--model without experts", "experts", "model", lambda s: not any(s.model.moe_layers)),
     Feature("fp8 weights", "--model with fp8 weights", "weights", "model", lambda s: s.model.quant is not None),
     Feature(
         "index_topk", "index_topk in --hf-overrides", "index_topk", "model",
@@ -166,6 +172,17 @@ FEATURES: tuple[Feature, ...] = (
     _changed("async_scheduling", "none"),
     _changed("split_mixed_batch", "none"),
     _changed("speculative_config", "none"),
+    _changed("tensor_parallel_size", "rounding", 1e-5),
+    _changed("enable_expert_parallel", "none"),
+    _value("all2all_backend", "high_throughput", "none"),
+    _value("all2all_backend", "low_latency", "none"),
+    _changed("prefill_context_parallel_size", "none"),
+    _value("pcp_split", "interleave", "none"),
+    _value("pcp_split", "contiguous", "none"),
+    _changed("decode_context_parallel_size", "rounding", 1e-5),
+    _changed("cp_kv_cache_interleave_size", "rounding", 1e-5),
+    _value("dcp_comm_backend", "ag_rs", "rounding", 1e-5),
+    _changed("deterministic", "rounding", 1e-5),
     _changed("digest", "none"),
     _changed("skip_tokenizer_init", "none"),
     _changed("tokenizer", "none"),
@@ -214,6 +231,29 @@ REFUSED: tuple[Refusal, ...] = (
         "attention_path=paged",
         "pages are read without a workspace (so is --attention-path auto); add --attention-path workspace or drop {0}",
     ),
+    *(
+        Refusal(name, "no experts", "no layer has any, so nothing would honour it; drop {0}")
+        for name in ("all2all_backend=high_throughput", "all2all_backend=low_latency", "enable_expert_parallel")
+    ),
+    *(
+        Refusal(name, shards, "a rank has a share of each context only, and reads it in its pages; drop {0}")
+        for name in ("sparse_mla_prefill_workspace_factor", "attention_path=workspace")
+        for shards in ("cp_kv_cache_interleave_size", "dcp_comm_backend=ag_rs", "decode_context_parallel_size")
+    ),
+    Refusal(
+        "dcp_comm_backend=ag_rs",
+        "deterministic",
+        "it weighs parts by the log-sum-exp of all ranks, whose number then matters; give --dcp-comm-backend a2a",
+    ),
+    *(
+        Refusal(
+            "deterministic",
+            name,
+            "products of the reference depend on how many outputs a rank has; its kernels must be native ones, in "
+            "float32 or bfloat16",
+        )
+        for name in ("kernel_backend=reference", "dtype=float16")
+    ),
     Refusal("tokenizer", "skip_tokenizer_init", "no tokenizer is loaded; drop one of them"),
     Refusal(
         "structured_outputs",
@@ -224,6 +264,21 @@ REFUSED: tuple[Refusal, ...] = (
         "stop", "skip_tokenizer_init", "no text is made to search; drop --skip-tokenizer-init or use stop_token_ids"
     ),
 )
+
+ALTERS: dict[str, frozenset[str]] = {
+    "enable_expert_parallel": frozenset({"tensor_parallel_size", "deterministic"}),
+    "prefill_context_parallel_size": frozenset({"decode_context_parallel_size"}),
+}
+"""Features without an effect of their own that change how others round: whole experts are added one by one and parts of
+experts part by part; prompts that are split gather keys that are, where other rows merge parts of attention."""
+
+REFUSED_TOGETHER: tuple[tuple[tuple[str, ...], str], ...] = (
+    (
+        ("deterministic", "decode_context_parallel_size", "no indexer"),
+        "slices of keys are made of selected ones, and this model attends to all; drop --deterministic",
+    ),
+)
+"""More than two features that are refused only together."""
 
 OUTSIDE: dict[str, str] = {
     "model": "says which model, whose features are in the table",
@@ -242,6 +297,8 @@ OUTSIDE: dict[str, str] = {
     "max_concurrent_batches": "a number of --async-scheduling, which has its row; tests run 1 to 3",
     "memory_budget": "a limit",
     "sparse_indexer_max_logits_mb": "a limit, kept by a model without an indexer too",
+    "distributed_executor_backend": "how ranks are started, which the executors' tests run",
+    "distributed_timeout_seconds": "a limit",
     "num_threads": "a limit",
 }
 """Knobs that are no feature, and why; every other field of `EngineArgs` has its row."""
@@ -256,6 +313,10 @@ def check(args: EngineArgs, model: ModelFacts, params: SamplingParams | None = N
     for first, second, rule in _RULES:
         if first.enabled(setup) and second.enabled(setup):
             raise ConfigError(f"{first.option} and {second.option} exclude each other: {rule.why.format(first.option)}")
+    for names, why in REFUSED_TOGETHER:
+        if all(BY_NAME[name].enabled(setup) for name in names):
+            options = [BY_NAME[name].option for name in names]
+            raise ConfigError(f"{', '.join(options[:-1])} and {options[-1]} exclude each other: {why}")
 
 
 def cell(first: Feature, second: Feature) -> Cell:
@@ -275,7 +336,9 @@ edit. `tests/test_compatibility.py` runs every pair on a small random model.
 
 - `=` **tested equal**: the same tokens and the same bits of the logits as without those of the two that must not change
   any; what is left of the pair is compared with transformers.
-- `≈` **tested equal** within the stated tolerance of the same in float32, and the same bits as the rounding one alone.
+- `≈` **tested equal** within the stated tolerance of the same in float32, and the same bits as the rounding one alone
+  (but --enable-expert-parallel beside --tensor-parallel-size or --deterministic, and --prefill-context-parallel-size
+  beside --decode-context-parallel-size, which then round in another order).
 - `✗` **refused**, before any work, with both names.
 - `·` values of one option: there is one at a time.
 """
@@ -290,6 +353,10 @@ def table() -> str:
         lines.append(f"| {number} | {row.option} | {' | '.join(marks)} |")
     lines += ["", "## Refused", "", "| | and | why |", "|---|---|---|"]
     lines += [f"| {a.option} | {b.option} | {rule.why.format(a.option)} |" for a, b, rule in _RULES]
+    lines += [
+        f"| {BY_NAME[a].option} | {' and '.join(BY_NAME[name].option for name in rest)} | {why} |"
+        for (a, *rest), why in REFUSED_TOGETHER
+    ]
     lines += ["", "## Tolerances", "", _TOLERANCES, "", "| feature | tolerance |", "|---|---|"]
     lines += [f"| {f.option} | {f.tolerance:g} |" for f in FEATURES if f.effect == "rounding"]
     lines += ["", "## Not in the table", "", "| option | why |", "|---|---|"]

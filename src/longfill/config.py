@@ -27,12 +27,19 @@ KernelBackend = Literal["auto", "reference", "cpu"]
 IndexerScreen = Literal["auto", "on", "off"]
 SchedulingPolicy = Literal["fcfs", "priority"]
 PrefillPolicy = Literal["ordered", "fair"]
+PcpSplit = Literal["zigzag", "interleave", "contiguous"]
+DcpCommBackend = Literal["ag_rs", "a2a"]
+All2AllBackend = Literal["auto", "high_throughput", "low_latency"]
+ExecutorBackend = Literal["auto", "uni", "mp", "external_launcher"]
 
 DEFAULT_MEMORY_SHARE = 0.7
 """Share of the memory that the cgroup (or the machine) allows, taken when no budget is given. The rest is left to the
 page cache, other processes and the fragmentation of the allocator."""
 
 MAX_SPECULATIVE_TOKENS = 8
+
+DETERMINISTIC_SLICES = 8
+"""Slices of inner widths, and of a context's keys, that `--deterministic` adds up: the most ranks that it can serve."""
 
 CGROUP_ROOT = Path("/sys/fs/cgroup")
 CGROUP_MEMBERSHIP = Path("/proc/self/cgroup")
@@ -155,8 +162,8 @@ class EngineArgs:
 
     memory_budget: str | None = _knob(
         None,
-        "Memory for everything: weights, KV pages, workspaces, logits, activations and the process itself, "
-        f"as 2GiB, 900MB... (default: {DEFAULT_MEMORY_SHARE:.0%} of what the cgroup allows)",
+        "Memory of a rank for everything: weights, KV pages, workspaces, logits, activations and the process itself, "
+        f"as 2GiB, 900MB... (default: {DEFAULT_MEMORY_SHARE:.0%} of what the cgroup allows, shared by its ranks)",
         unit="bytes",
     )
     num_gpu_blocks_override: int | None = _knob(
@@ -190,6 +197,32 @@ class EngineArgs:
         512, "Most memory that one query chunk's indexer scores take", unit="MiB", low=1, high=65536
     )
 
+    tensor_parallel_size: int = _knob(1, "Ranks that share each layer's heads and inner widths", low=1, high=1024)
+    enable_expert_parallel: bool = _knob(False, "Spread whole experts over the ranks, not a part of each")
+    all2all_backend: All2AllBackend = _knob(
+        "auto",
+        "How rows reach their experts: once for each rank (high_throughput), in fixed buffers with one place for each "
+        "expert (low_latency), or by the number of rows (auto)",
+    )
+    prefill_context_parallel_size: int = _knob(1, "Ranks that share a prompt's rows", low=1, high=1024)
+    pcp_split: PcpSplit = _knob("zigzag", "How a prompt's rows are dealt out to them")
+    decode_context_parallel_size: int = _knob(1, "Ranks that share the KV cache", low=1, high=1024)
+    cp_kv_cache_interleave_size: int = _knob(
+        1, "Tokens in a row that one rank's share of the cache holds", unit="tokens", low=1, high=4096
+    )
+    dcp_comm_backend: DcpCommBackend = _knob(
+        "a2a", "How parts of attention come together: exchanged (a2a), or weighed and summed on the way (ag_rs)"
+    )
+    deterministic: bool = _knob(
+        False, "Sum over fixed slices in a fixed order, so that the number of ranks changes no bit"
+    )
+    distributed_executor_backend: ExecutorBackend = _knob(
+        "auto", "Ranks in this process (uni), in processes that it starts (mp), or as torchrun started them"
+    )
+    distributed_timeout_seconds: float = _knob(
+        600.0, "How long a rank waits for another one, at start and in a step", unit="s", low=0.1
+    )
+
     num_threads: int | None = _knob(
         None, "Compute threads (default: the cores of one NUMA node, within the cgroup's CPU quota)", low=1, high=1024
     )
@@ -209,6 +242,43 @@ class EngineArgs:
         if self.memory_budget is not None:
             parse_bytes(self.memory_budget)
         _ = self.speculation
+        self._check_parallel()
+
+    def _check_parallel(self) -> None:
+        """Raise ConfigError for sizes of ranks that are no mesh."""
+        tp, pcp, dcp = self.tensor_parallel_size, self.prefill_context_parallel_size, self.decode_context_parallel_size
+        if pcp == 1 and tp % dcp:
+            raise ConfigError(
+                f"--decode-context-parallel-size {dcp}: without --prefill-context-parallel-size it shares the ranks of "
+                f"--tensor-parallel-size, which is {tp} and no multiple of it"
+            )
+        if pcp > 1 and dcp not in (1, pcp, tp * pcp):
+            raise ConfigError(
+                f"--decode-context-parallel-size {dcp}: with --prefill-context-parallel-size {pcp} and "
+                f"--tensor-parallel-size {tp} it must be 1, {pcp} or {tp * pcp}"
+            )
+        if self.deterministic and (DETERMINISTIC_SLICES % tp or DETERMINISTIC_SLICES % dcp):
+            raise ConfigError(
+                f"--deterministic adds up {DETERMINISTIC_SLICES} slices, which --tensor-parallel-size {tp} and "
+                f"--decode-context-parallel-size {dcp} must divide; give powers of two, {DETERMINISTIC_SLICES} at most"
+            )
+        unused = (
+            ("all2all_backend", "enable_expert_parallel", self.enable_expert_parallel),
+            ("pcp_split", "prefill_context_parallel_size", pcp > 1),
+            ("dcp_comm_backend", "decode_context_parallel_size", dcp > 1),
+            ("cp_kv_cache_interleave_size", "decode_context_parallel_size", dcp > 1 or self.deterministic),
+        )
+        for knob, needed, there in unused:
+            if not there and getattr(self, knob) != EngineArgs.__dataclass_fields__[knob].default:
+                raise ConfigError(
+                    f"{flag_name(knob)} {getattr(self, knob)} means nothing without {flag_name(needed)}; add that, or "
+                    "drop it"
+                )
+        if (dcp > 1 or self.deterministic) and self.block_size % self.cp_kv_cache_interleave_size:
+            raise ConfigError(
+                f"--cp-kv-cache-interleave-size {self.cp_kv_cache_interleave_size} must divide --block-size "
+                f"{self.block_size}"
+            )
 
     @property
     def speculation(self) -> SpeculativeConfig | None:
@@ -220,6 +290,18 @@ class EngineArgs:
         """Drafts of a step; 0 without speculation."""
         speculation = self.speculation
         return 0 if speculation is None else speculation.num_speculative_tokens
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks that run the model together."""
+        return self.tensor_parallel_size * self.prefill_context_parallel_size
+
+    @property
+    def local_ranks(self) -> int:
+        """Those of them on this machine: all, unless torchrun says otherwise."""
+        started = "RANK" in os.environ and self.distributed_executor_backend in ("auto", "external_launcher")
+        local = os.environ.get("LOCAL_WORLD_SIZE", "") if started else ""
+        return int(local) if local.isdigit() and int(local) > 0 else self.num_ranks
 
     @property
     def steps_in_flight(self) -> int:

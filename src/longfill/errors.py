@@ -29,6 +29,10 @@ class EngineDeadError(LongfillError):
     """The engine's process has failed: nothing that it was asked for will come any more."""
 
 
+class ParallelError(LongfillError):
+    """A rank that is gone, late, or not the one that was expected; names the ranks and what they were doing."""
+
+
 class OverloadedError(LongfillError):
     """A request that the queue has no room for now; `retry_after` says in how many seconds it may have."""
 

@@ -12,6 +12,14 @@ from longfill.config import EngineArgs, choices_of, flag_name
 COMMANDS = (["demo"], ["run"], ["eval", "needle"], ["check"], ["bench", "prefill"])
 NAMES = [" ".join(command) for command in COMMANDS]
 MTP = {"method": "mtp", "num_speculative_tokens": 3}
+NEEDED: dict[str, dict[str, object]] = {
+    "all2all_backend": {"enable_expert_parallel": True},
+    "pcp_split": {"prefill_context_parallel_size": 2},
+    "decode_context_parallel_size": {"tensor_parallel_size": 17},
+    "dcp_comm_backend": {"tensor_parallel_size": 2, "decode_context_parallel_size": 2},
+    "cp_kv_cache_interleave_size": {"tensor_parallel_size": 2, "decode_context_parallel_size": 2},
+}
+"""Other knobs without which a knob means nothing."""
 KNOBS = [knob.name for knob in dataclasses.fields(EngineArgs)]
 
 
@@ -37,7 +45,8 @@ def other_value(knob: str) -> tuple[list[str], object]:
     if isinstance(default, bool):
         return [f"--no-{flag[2:]}" if default else flag], not default
     if choices_of(knob):
-        return [flag, choices_of(knob)[-1]], choices_of(knob)[-1]
+        other = next(choice for choice in reversed(choices_of(knob)) if choice != default)
+        return [flag, other], other
     special = {
         "hf_overrides": ('{"index_topk": 8}', {"index_topk": 8}),
         "memory_budget": ("3GiB", "3GiB"),
@@ -45,6 +54,7 @@ def other_value(knob: str) -> tuple[list[str], object]:
         "watermark": ("0.25", 0.25),
         "decode_share": ("0.25", 0.25),
         "max_concurrent_batches": ("3", 3),
+        "cp_kv_cache_interleave_size": ("16", 16),
     }
     if knob in special:
         text, value = special[knob]
@@ -57,11 +67,13 @@ def other_value(knob: str) -> tuple[list[str], object]:
 @pytest.mark.parametrize("knob", KNOBS)
 def test_a_flag_reaches_the_engine(longfill, engines, knob):
     args, value = other_value(knob)
+    needed = NEEDED.get(knob, {})
+    for other, setting in needed.items():
+        args += [flag_name(other)] if setting is True else [flag_name(other), str(setting)]
     longfill("run", "--prompt", "x", *args)
     # Without a tokenizer the command refuses text, but only after the engine was made as told.
     assert getattr(engines.last.args, knob) == value
-    untouched = dataclasses.replace(engines.last.args, **{knob: getattr(EngineArgs(), knob)})
-    assert untouched == EngineArgs()
+    assert engines.last.args == EngineArgs(**needed, **{knob: value})
 
 
 def test_no_flags_give_the_defaults(longfill, engines):

@@ -22,7 +22,7 @@ def positions_of(llm: LLM, prompt: list[int]) -> tuple[list[int], Any]:
     seen: list[int] = []
 
     def spy(rows: Any, **given: Any) -> Any:
-        seen.extend(rows.positions_T.tolist())
+        seen.extend(rows.attend.positions_T.tolist())
         return forward(rows, **given)
 
     decoder.forward = spy  # type: ignore[method-assign]

@@ -179,9 +179,9 @@ def test_the_same_bits_for_every_block_of_rows_and_never_more_rows_than_planned(
             worker._logits_rows = planned
         head = worker.decoder.head
 
-        def counted(hidden: Tensor, head: Any = head, taken: list[int] = taken) -> Tensor:
+        def counted(hidden: Tensor, weight: Any, head: Any = head, taken: list[int] = taken) -> Tensor:
             taken.append(hidden.shape[0])
-            rows: Tensor = head(hidden)
+            rows: Tensor = head(hidden, weight)
             return rows
 
         worker.decoder.head = counted  # type: ignore[method-assign]
@@ -297,8 +297,9 @@ def test_a_prompt_token_behind_a_row_without_numbers_ends_its_request_alone(
         assert not result.failed.keys() & (result.sampled.keys() | result.prompt_logprobs.keys() | result.drafts.keys())
         return result
 
-    def spoil(hidden: Tensor) -> Tensor:
-        rows = head(hidden)
+    def spoil(hidden: Tensor, weight: Any) -> Tensor:
+        rows = head(hidden, weight)
+        assert rows is not None
         if broken:
             rows[broken.pop()] = torch.nan
         return rows

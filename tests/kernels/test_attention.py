@@ -10,11 +10,19 @@ from torch import Tensor
 
 from longfill.kernels.interface import LatentCache, RequestRows
 from longfill.kernels.reference import attention
-from longfill.kernels.reference.attention import dense_mla, gather_rows, merge, read_rows, sparse_mla
+from longfill.kernels.reference.attention import gather_rows, merge, read_rows, sparse_mla
 
 FORMATS = ["float32", "bfloat16", "fp8", "fp8_ds_mla"]
 SCALE = 0.2
 TILE = 32
+
+
+def dense_mla(
+    q_THX: Tensor, cache: LatentCache, request: RequestRows, first_position: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Of rows at consecutive positions, each of which sees all up to its own."""
+    visible_T = torch.arange(first_position + 1, first_position + q_THX.shape[0] + 1)
+    return attention.dense_mla(q_THX, cache, request, visible_T, scale)
 
 
 def single_pass(q_THX: Tensor, cache: LatentCache, request: RequestRows, first_position: int) -> tuple[Tensor, Tensor]:
@@ -139,8 +147,8 @@ def test_gathered_and_paged_rows_give_the_same_bits(cache_format: str, page_size
     gather_rows(cache, request, context_LX)
     selection_TK = random_selection(rows, request.start, 16)
     q_THX = random(rows, 4, RANK + ROPE, seed=2)
-    paged = sparse_mla(q_THX, cache, request, selection_TK, SCALE)
-    gathered = sparse_mla(q_THX, cache, request, selection_TK, SCALE, context_LX)
+    paged = sparse_mla(q_THX, cache, request, selection_TK, SCALE)[0]
+    gathered = sparse_mla(q_THX, cache, request, selection_TK, SCALE, context_LX)[0]
     assert torch.equal(paged, gathered)
     assert paged.isfinite().all()
 
@@ -149,7 +157,7 @@ def test_sparse_attention_is_softmax_over_the_selected_rows() -> None:
     cache, _, request = make_caches(50, query_len=50)
     selection_TK = random_selection(50, 0, 12)
     q_THX = random(50, 4, RANK + ROPE, seed=2)
-    got = sparse_mla(q_THX, cache, request, selection_TK, SCALE)
+    got = sparse_mla(q_THX, cache, request, selection_TK, SCALE)[0]
     for row in range(50):
         chosen = selection_TK[row][selection_TK[row] >= 0].long()
         keys = read_rows(cache, request.pages, chosen).double()
@@ -161,9 +169,9 @@ def test_a_row_that_selects_nothing_gives_zero() -> None:
     cache, _, request = make_caches(50, query_len=4)
     selection_TK = random_selection(4, request.start, 12)
     q_THX = random(4, 4, RANK + ROPE, seed=2)
-    want = sparse_mla(q_THX, cache, request, selection_TK, SCALE)
+    want = sparse_mla(q_THX, cache, request, selection_TK, SCALE)[0]
     selection_TK[2] = -1
-    got = sparse_mla(q_THX, cache, request, selection_TK, SCALE)
+    got = sparse_mla(q_THX, cache, request, selection_TK, SCALE)[0]
     want[2] = 0
     assert torch.equal(got, want)
 
@@ -171,5 +179,7 @@ def test_a_row_that_selects_nothing_gives_zero() -> None:
 def test_selecting_everything_equals_dense() -> None:
     cache, _, request = make_caches(40, query_len=40)
     q_THX = random(40, 4, RANK + ROPE, seed=2)
-    out, _ = dense_mla(q_THX, cache, request, 0, SCALE)
-    torch.testing.assert_close(sparse_mla(q_THX, cache, request, random_selection(40, 0, 40), SCALE), out)
+    out, lse = dense_mla(q_THX, cache, request, 0, SCALE)
+    got, got_lse = sparse_mla(q_THX, cache, request, random_selection(40, 0, 40), SCALE)
+    torch.testing.assert_close(got, out)
+    torch.testing.assert_close(got_lse, lse)

@@ -84,11 +84,13 @@ def sparse(
     context_LX: Tensor | None = None,
     dtype: torch.dtype = torch.float32,
     scale: float = SCALE,
+    lse_TH: Tensor | None = None,
 ) -> Tensor:
     out_THR = torch.full((*q_THX.shape[:2], cache.rank), NAN, dtype=dtype)
     native.sparse_mla(
-        q_THX, cache, request, selection_TK, scale, out_THR, context_LX=context_LX, num_threads=num_threads, isa=isa
-    )
+        q_THX, cache, request, selection_TK, scale, out_THR,
+        context_LX=context_LX, lse_TH=lse_TH, num_threads=num_threads, isa=isa,
+    )  # fmt: skip
     return out_THR
 
 
@@ -104,9 +106,8 @@ def dense(
 ) -> tuple[Tensor, Tensor]:
     out_THR = torch.full((*q_THX.shape[:2], cache.rank), NAN)
     lse_TH = torch.full(q_THX.shape[:2], NAN)
-    native.dense_mla(
-        q_THX, cache, request, first_position, scale, out_THR, lse_TH=lse_TH, num_threads=num_threads, isa=isa
-    )
+    visible_T = torch.arange(first_position + 1, first_position + q_THX.shape[0] + 1)
+    native.dense_mla(q_THX, cache, request, visible_T, scale, out_THR, lse_TH=lse_TH, num_threads=num_threads, isa=isa)
     return out_THR, lse_TH
 
 
@@ -134,10 +135,10 @@ def test_both_equal_the_reference(isa: str, cache_format: str, dtype: torch.dtyp
     selection_TK = make_selection(request, BLOCK + 9, scattered=True)
     for heads in (1, 2, 3, 4, 16, 17, 64, 65):
         q_THX = make_queries(rows, heads, cache, dtype)
-        want = reference.sparse_mla(q_THX, cache, request, selection_TK, SCALE)
+        want = reference.sparse_mla(q_THX, cache, request, selection_TK, SCALE)[0]
         assert_close(sparse(q_THX, cache, request, selection_TK, isa=isa), want, in_bf16=in_bf16)
         out, lse = dense(q_THX, cache, request, request.start, isa=isa)
-        want, want_lse = reference.dense_mla(q_THX, cache, request, request.start, SCALE)
+        want, want_lse = reference.dense_mla(q_THX, cache, request, request.visible(0, request.query_len), SCALE)
         assert_close(out, want, in_bf16=in_bf16)
         assert_close(lse, want_lse, in_bf16=in_bf16)
 
@@ -152,7 +153,7 @@ def test_every_width_equals_the_reference(isa: str, cache_format: str, rank: int
     selection_TK = make_selection(request, BLOCK + 3)
     for dtype in (torch.float32, torch.bfloat16):
         q_THX = make_queries(2, 5, cache, dtype)
-        want = reference.sparse_mla(q_THX, cache, request, selection_TK, SCALE)
+        want = reference.sparse_mla(q_THX, cache, request, selection_TK, SCALE)[0]
         got = sparse(q_THX, cache, request, selection_TK, isa=isa)
         assert_close(got, want, in_bf16=computes_in_bf16(isa, cache_format, dtype))
 
@@ -161,7 +162,7 @@ def test_every_width_equals_the_reference(isa: str, cache_format: str, rank: int
 def test_a_float32_cache_of_odd_width_equals_the_reference(isa: str) -> None:
     cache, request = make_cache(30, rank=5, rope_dim=2, cache_format="float32", rows=2)
     q_THX, selection_TK = make_queries(2, 3, cache, torch.bfloat16), make_selection(request, 7)
-    want = reference.sparse_mla(q_THX, cache, request, selection_TK, SCALE)
+    want = reference.sparse_mla(q_THX, cache, request, selection_TK, SCALE)[0]
     assert_close(sparse(q_THX, cache, request, selection_TK, isa=isa), want, in_bf16=False)
 
 
@@ -174,7 +175,7 @@ def test_every_size_of_selection_equals_the_reference(isa: str, dtype: torch.dty
     cache, request = make_cache(length, rows=rows)
     q_THX = make_queries(rows, 3, cache, dtype)
     selection_TK = make_selection(request, k, scattered=selected == "scattered")
-    want = reference.sparse_mla(q_THX, cache, request, selection_TK, SCALE)
+    want = reference.sparse_mla(q_THX, cache, request, selection_TK, SCALE)[0]
     got = sparse(q_THX, cache, request, selection_TK, isa=isa)
     assert_close(got, want, in_bf16=computes_in_bf16(isa, cache.format, dtype))
 
@@ -188,8 +189,10 @@ def test_a_dense_row_has_the_bits_of_a_sparse_one_over_its_whole_range(
     for heads in (1, 4, 17, 64):
         cache, request = make_cache(length, rows=length)
         q_THX = make_queries(length, heads, cache, dtype)
-        together, _ = dense(q_THX, cache, request, 0, isa=isa)
-        assert_same_bits(sparse(q_THX, cache, request, select_all(request), isa=isa), together)
+        together, lse = dense(q_THX, cache, request, 0, isa=isa)
+        got_lse = torch.full_like(lse, NAN)
+        assert_same_bits(sparse(q_THX, cache, request, select_all(request), isa=isa, lse_TH=got_lse), together)
+        assert_same_bits(got_lse, lse)
 
 
 @every_isa
@@ -276,9 +279,12 @@ def test_a_row_that_selects_nothing_gives_zero(isa: str, dtype: torch.dtype) -> 
     selection_TK = make_selection(request, 70)
     want = sparse(q_THX, cache, request, selection_TK, isa=isa)
     selection_TK[1] = -1
-    got = sparse(q_THX, cache, request, selection_TK, isa=isa)
+    lse_TH = torch.full((3, 4), NAN)
+    got = sparse(q_THX, cache, request, selection_TK, isa=isa, lse_TH=lse_TH)
     want[1] = 0.0
     assert_same_bits(got, want)
+    assert lse_TH[1].eq(-float("inf")).all()
+    assert lse_TH[[0, 2]].isfinite().all()
     assert sparse(q_THX, cache, request, selection_TK[:, :0], isa=isa).eq(0.0).all()
 
 
@@ -317,7 +323,7 @@ def test_a_broken_key_reaches_no_row_before_it(
         assert_same_bits(together[:position], clean[:position])
         assert_same_bits(lse[:position], clean_lse[:position])
         # Rows that do see it: NaN where it has a weight or its value is not finite, and the same as alone.
-        want = reference.sparse_mla(q_THX, cache, request, select_all(request), SCALE)
+        want = reference.sparse_mla(q_THX, cache, request, select_all(request), SCALE)[0]
         assert torch.equal(together.isnan(), want.isnan())
         for row in (position, length - 1):
             alone, _ = dense(q_THX[row : row + 1], cache, request, row, isa=isa)
@@ -348,7 +354,7 @@ def test_scores_of_any_size_equal_the_reference(isa: str, dtype: torch.dtype, sc
     cache, request = make_cache(length, rows=rows)
     q_THX = make_queries(rows, 4, cache, dtype)
     got, lse = dense(q_THX, cache, request, request.start, isa=isa, scale=scale)
-    want, want_lse = reference.dense_mla(q_THX, cache, request, request.start, scale)
+    want, want_lse = reference.dense_mla(q_THX, cache, request, request.visible(0, request.query_len), scale)
     assert_close(got, want, in_bf16=computes_in_bf16(isa, cache.format, dtype))
     torch.testing.assert_close(lse, want_lse, rtol=1e-5, atol=1e-3)
 
@@ -375,7 +381,7 @@ def test_scores_of_minus_infinity_have_no_weight(isa: str, dtype: torch.dtype) -
         poison(cache, request, position, -float("inf"), rope_column)
     got, lse = dense(q_THX, cache, request, request.start, isa=isa)
     left = torch.tensor([[BLOCK, BLOCK + 2]], dtype=torch.int32)
-    want = reference.sparse_mla(q_THX, cache, request, left, SCALE)
+    want = reference.sparse_mla(q_THX, cache, request, left, SCALE)[0]
     assert_close(got, want, in_bf16=computes_in_bf16(isa, cache.format, dtype))
     for position in (BLOCK, BLOCK + 2):
         poison(cache, request, position, -float("inf"), rope_column)
@@ -436,8 +442,14 @@ def test_what_does_not_fit_together_is_refused() -> None:
     refused("num_threads", threads=0)
     refused("pool must be", cache=replace(cache, rank=cache.rank + 4))
     refused("unknown latent cache format", cache=replace(cache, format="int4"))
-    with pytest.raises(ValueError, match="shorter than the context"):
-        native.dense_mla(q_THX, cache, request, 31, SCALE, out_THR, num_threads=1)
+    for match, counts in (
+        ("shorter than the context", [3, 33]),
+        ("ascend", [4, 3]),
+        ("ascend", [-1, 3]),
+        ("one a row", [3]),
+    ):
+        with pytest.raises(ValueError, match=match):
+            native.dense_mla(q_THX, cache, request, torch.tensor(counts), SCALE, out_THR, num_threads=1)
     with pytest.raises(ValueError, match="no room"):
         native.gather_rows(cache, request, torch.empty(29, cache.rank + cache.rope_dim), num_threads=1)
     few_pages = replace(request, pages=request.pages[:2])

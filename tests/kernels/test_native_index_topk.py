@@ -497,7 +497,7 @@ def test_an_output_of_another_dtype_is_refused_not_filled_in_a_copy() -> None:
 
     queries, weights = torch.zeros(1, 2, 16), torch.zeros(1, 2)
     values, scales = torch.zeros(2, 4, 16, dtype=torch.uint8), torch.ones(2, 4)
-    rows = [(0, 1, 0, torch.ones(1, dtype=torch.int64))]
+    rows = [(0, 1, 0, None, torch.ones(1, dtype=torch.int64))]
     selection = torch.full((1, 4), -7, dtype=torch.int32)
     _native.index_topk(isa_names()[0], queries, weights, values, scales, rows, selection, None, "auto", 1)
     assert selection[0, 0] == 0

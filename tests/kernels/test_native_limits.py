@@ -22,7 +22,7 @@ MOST = 2**63 - 1
 NONE = (None, None, None)
 
 
-def select(rows: list[tuple[int, int, int, Tensor]], weights: Any = None) -> Tensor:
+def select(rows: list[tuple[int, int, int, Tensor | None, Tensor]], weights: Any = None) -> Tensor:
     selection_TK = torch.full((2, 3), -7, dtype=torch.int32)
     _native.index_topk(
         "portable", torch.ones(2, 1, 16), torch.ones(2, 1) if weights is None else weights,
@@ -37,12 +37,23 @@ def select(rows: list[tuple[int, int, int, Tensor]], weights: Any = None) -> Ten
 )
 def test_rows_and_positions_that_would_wrap_are_refused(first_row: int, count: int, position: int) -> None:
     with pytest.raises(ValueError, match=r"rows outside the step|does not fit 32 bits"):
-        select([(first_row, count, position, torch.tensor([0, 1, 2]))])
+        select([(first_row, count, position, None, torch.tensor([0, 1, 2]))])
+
+
+@pytest.mark.parametrize(
+    ("counts", "match"),
+    [([1], "one a row"), ([1, 2, 3], "one a row"), ([2, 1], "ascend"), ([-1, 1], "ascend"), ([1, 2**31], "ascend"),
+     ([1, 13], "shorter")],
+    ids=str,
+)  # fmt: skip
+def test_counts_that_are_none_are_refused(counts: list[int], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        select([(0, 2, 0, torch.tensor(counts), torch.tensor([0, 1, 2]))])
 
 
 def test_the_stride_of_a_single_head_means_nothing() -> None:
     weights_TI = np.lib.stride_tricks.as_strided(np.ones(2, np.float32), (2, 1), (4, 40))
-    rows = [(0, 2, 0, torch.tensor([0, 1, 2]))]
+    rows = [(0, 2, 0, None, torch.tensor([0, 1, 2]))]
     assert torch.equal(select(rows, weights_TI), select(rows))
 
 
@@ -91,7 +102,7 @@ def test_rows_of_an_odd_width_are_refused_where_products_take_pairs() -> None:
     q_THX, out_THR = torch.zeros(1, 2, 3, dtype=torch.bfloat16), torch.zeros(1, 2, 2)
     layout = ("fp8_ds_mla", 2, 1, 1.0, 1.0)
     with pytest.raises(ValueError, match="must be even"):
-        _native.dense_mla("portable", q_THX, layout, pool, torch.tensor([0]), 0, 0.1, out_THR, None, 1)
+        _native.dense_mla("portable", q_THX, layout, pool, torch.tensor([0]), torch.tensor([1]), 0.1, out_THR, None, 1)
 
 
 SIZES: dict[str, Callable[..., int]] = {

@@ -41,7 +41,15 @@ def written(method: str, args: tuple[Any, ...], result: Any) -> Tensor:
         cache = args[5] if method == "store_latent" else args[4]
         values: Tensor = cache.rows_NBX if method == "store_latent" else cache.scales_NB
         return values
-    out = {"per_head": 2, "rotate": 3, "index_topk": 4, "sparse_mla": 5, "dense_mla": 5, "gather_rows": 2}
+    out = {
+        "per_head": 2,
+        "rotate": 3,
+        "index_topk": 4,
+        "merge_topk": 2,
+        "sparse_mla": 5,
+        "dense_mla": 5,
+        "gather_rows": 2,
+    }
     found: Tensor = args[out[method]] if method in out else result[1] if isinstance(result, tuple) else result
     return found
 
@@ -76,8 +84,8 @@ def test_cpu_01_sound_kernels_of_every_instruction_set_pass(
 
 
 METHODS = (
-    "linear", "per_head", "mlp", "experts", "rms_norm", "rotate", "store_latent", "store_index_keys", "index_queries",
-    "index_topk", "sparse_mla", "dense_mla", "gather_rows",
+    "linear", "per_head", "mlp", "route", "experts", "fold_experts", "rms_norm", "rotate", "store_latent",
+    "store_index_keys", "index_queries", "index_topk", "merge_topk", "sparse_mla", "dense_mla", "gather_rows",
 )  # fmt: skip
 
 

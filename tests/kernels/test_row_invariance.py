@@ -134,10 +134,10 @@ def test_dense_attention(monkeypatch: pytest.MonkeyPatch, heads: int, length: in
     monkeypatch.setattr(attention, "CONTEXT_TILE", 128)
     cache, _, request = make_caches(length, query_len=ROWS)
     q = random(ROWS, heads, RANK + ROPE, seed=3)
-    whole = dense_mla(q, cache, request, request.start, 0.2)
+    whole = dense_mla(q, cache, request, request.visible(0, ROWS), 0.2)
     for size in SIZES:
         for span in places(size):
-            got = dense_mla(q[span], cache, part_of(request, span), request.start + span.start, 0.2)
+            got = dense_mla(q[span], cache, part_of(request, span), request.visible(span.start, span.stop), 0.2)
             for mine, theirs in zip(got, whole, strict=True):
                 assert torch.equal(mine, theirs[span]), f"{size} rows at {span.start}"
 
@@ -150,9 +150,11 @@ def test_sparse_attention(heads: int, k: int) -> None:
     chosen = [torch.randperm(200, generator=generator)[:k].sort().values for _ in range(ROWS)]
     selection = torch.stack(chosen).to(torch.int32)
     selection[::3, k // 2 :] = -1
-    assert_rows_keep_their_bits(
-        lambda q, s: sparse_mla(q, cache, request, s, 0.2), random(ROWS, heads, RANK + ROPE, seed=3), selection
-    )
+    queries = random(ROWS, heads, RANK + ROPE, seed=3)
+    for part in (0, 1):
+        assert_rows_keep_their_bits(
+            lambda q, s, part=part: sparse_mla(q, cache, request, s, 0.2)[part], queries, selection
+        )
 
 
 def scores(request: RequestRows, index: object, q: Tensor, w: Tensor, span: slice) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -13,13 +13,14 @@ from tests.tiny import FAMILIES, edit_config, edit_tensors, expand_scale, make_c
 from torch import Tensor
 
 from longfill.errors import ModelError
-from longfill.kernels.interface import Linear, StoredLinear, StoredMlp
+from longfill.kernels.interface import Linear, Mlp, StoredLinear
 from longfill.kernels.reference.backend import ReferenceBackend, StoredHeads
 from longfill.models.config import ModelConfig
 from longfill.models.loading import load_model
 from longfill.models.weights import AttentionWeights, ModelWeights, MoeWeights, MtpWeights
 
 FP32 = torch.float32
+T = TypeVar("T")
 
 
 def load(folder: Path, dtype: torch.dtype = FP32, *, mtp: bool = False, **overrides: Any) -> ModelWeights:
@@ -54,6 +55,13 @@ def stored(weight: Linear) -> StoredLinear:
     return weight
 
 
+def only(slices: tuple[T | None, ...]) -> T:
+    """What one rank holds as one slice."""
+    (whole,) = slices
+    assert whole is not None
+    return whole
+
+
 def layer_values(weights: ModelWeights, index: int) -> dict[str, Tensor]:
     """A loaded layer under the names of transformers' modules."""
     layer = weights.layers[index]
@@ -64,7 +72,7 @@ def layer_values(weights: ModelWeights, index: int) -> dict[str, Tensor]:
         "self_attn.kv_a_proj_with_mqa.weight": value(a.kv_a),
         "self_attn.kv_a_layernorm.weight": a.kv_a_norm,
         "self_attn.kv_b_proj.weight": up_projections(a),
-        "self_attn.o_proj.weight": value(a.o),
+        "self_attn.o_proj.weight": value(only(a.o)),
     }
     if a.q_a is None:
         found["self_attn.q_proj.weight"] = value(a.q_b)
@@ -72,7 +80,7 @@ def layer_values(weights: ModelWeights, index: int) -> dict[str, Tensor]:
         assert a.q_a_norm is not None
         found |= {"self_attn.q_a_proj.weight": value(a.q_a), "self_attn.q_a_layernorm.weight": a.q_a_norm}
         found["self_attn.q_b_proj.weight"] = value(a.q_b)
-    for name, linear in {"q_a_proj": a.q_a, "kv_a_proj_with_mqa": a.kv_a, "o_proj": a.o}.items():
+    for name, linear in {"q_a_proj": a.q_a, "kv_a_proj_with_mqa": a.kv_a, "o_proj": only(a.o)}.items():
         if linear is not None and linear.bias is not None:
             found[f"self_attn.{name}.bias"] = linear.bias
     if a.indexer is not None:
@@ -83,21 +91,21 @@ def layer_values(weights: ModelWeights, index: int) -> dict[str, Tensor]:
             "self_attn.indexer.k_norm.bias": a.indexer.k_norm_bias,
             "self_attn.indexer.weights_proj.weight": value(a.indexer.weights_proj),
         }
-    if isinstance(layer.mlp, StoredMlp):
-        return found | mlp_values("mlp.", layer.mlp)
-    moe = layer.mlp
+    if not isinstance(layer.mlp, MoeWeights):
+        return found | mlp_values("mlp.", only(layer.mlp))
+    moe, held = layer.mlp, only(layer.mlp.slices)
     found["mlp.gate.weight"] = value(moe.router)
     if moe.bias is not None:
         found["mlp.gate.e_score_correction_bias"] = moe.bias
-    if moe.shared is not None:
-        found |= mlp_values("mlp.shared_experts.", moe.shared)
-    gate_up = [torch.cat([value(e.gate), value(e.up)]) for e in moe.experts]
+    if held.shared is not None:
+        found |= mlp_values("mlp.shared_experts.", held.shared)
+    gate_up = [torch.cat([value(e.gate), value(e.up)]) for e in held.experts]
     found["mlp.experts.gate_up_proj"] = torch.stack(gate_up)
-    found["mlp.experts.down_proj"] = torch.stack([value(e.down) for e in moe.experts])
+    found["mlp.experts.down_proj"] = torch.stack([value(e.down) for e in held.experts])
     return found
 
 
-def mlp_values(prefix: str, mlp: StoredMlp) -> dict[str, Tensor]:
+def mlp_values(prefix: str, mlp: Mlp) -> dict[str, Tensor]:
     linears = {"gate_proj": mlp.gate, "up_proj": mlp.up, "down_proj": mlp.down}
     found = {f"{prefix}{name}.weight": value(linear) for name, linear in linears.items()}
     return found | {f"{prefix}{n}.bias": linear.bias for n, linear in linears.items() if linear.bias is not None}
@@ -168,9 +176,9 @@ def test_stacked_experts_load_as_views_of_the_stack(tmp_path: Path) -> None:
     assert_same_weights(weights, model)
     moe = weights.layers[1].mlp
     assert isinstance(moe, MoeWeights)
-    storages = {e.gate.weight.untyped_storage().data_ptr() for e in moe.experts}
+    storages = {e.gate.weight.untyped_storage().data_ptr() for e in only(moe.slices).experts}
     assert len(storages) == 1
-    assert moe.experts[0].up.weight.untyped_storage().data_ptr() in storages
+    assert only(moe.slices).experts[0].up.weight.untyped_storage().data_ptr() in storages
 
 
 def test_stacked_and_single_experts_together_are_refused(tmp_path: Path) -> None:
@@ -310,7 +318,8 @@ def test_dsa_10_what_must_be_float32_is_float32(stored: torch.dtype, tmp_path: P
     assert moe.bias is not None
     kept = [indexer.k_norm_weight, indexer.k_norm_bias, indexer.weights_proj.weight, moe.router.weight, moe.bias]
     assert {tensor.dtype for tensor in kept} == {FP32}
-    others = [indexer.wk.weight, layer.input_norm, layer.attention.o.weight, moe.experts[0].down.weight]
+    others = [indexer.wk.weight, layer.input_norm, only(layer.attention.o).weight]
+    others.append(only(moe.slices).experts[0].down.weight)
     assert {tensor.dtype for tensor in others} == {stored}
 
 
@@ -319,7 +328,7 @@ def test_dsa_10_what_must_be_float32_is_float32(stored: torch.dtype, tmp_path: P
 def test_weights_come_in_the_wanted_dtype(stored: torch.dtype, wanted: torch.dtype, tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "deepseek_v3", dtype=stored)
     name = "model.layers.0.self_attn.o_proj.weight"
-    weight = load(tmp_path, wanted).layers[0].attention.o.weight
+    weight = only(load(tmp_path, wanted).layers[0].attention.o).weight
     assert weight.dtype == wanted
     assert torch.equal(weight, load_file(tmp_path / "model.safetensors")[name].to(wanted))
 
@@ -346,7 +355,8 @@ def test_weights_in_the_stored_dtype_are_the_mapped_file(fp8: bool, tmp_path: Pa
             spans.append((low, high))
     moe = weights.layers[1].mlp
     assert isinstance(moe, MoeWeights)
-    for tensor in (weights.embed, weights.layers[0].attention.o.weight, moe.experts[3].up.weight):
+    o, expert = only(weights.layers[0].attention.o), only(moe.slices).experts[3]
+    for tensor in (weights.embed, o.weight, expert.up.weight):
         assert any(low <= tensor.data_ptr() < high for low, high in spans)
     assert _private_bytes(tmp_path) == 0
 
@@ -362,8 +372,8 @@ def test_num_bytes_counts_every_tensor(tmp_path: Path) -> None:
 
 def _gate(weights: ModelWeights) -> StoredLinear:
     mlp = weights.layers[0].mlp
-    assert isinstance(mlp, StoredMlp)
-    return stored(mlp.gate)
+    assert not isinstance(mlp, MoeWeights)
+    return stored(only(mlp).gate)
 
 
 WIDE = {"hidden_size": 300, "intermediate_size": 1000, "num_hidden_layers": 1}
@@ -444,7 +454,7 @@ def test_modules_to_not_convert_are_read_as_they_are(tmp_path: Path) -> None:
     plain = torch.randn(64, 64)
     edit_tensors(tmp_path, remove=[f"{name}.weight_scale_inv"], add={f"{name}.weight": plain})
     quant = {"quant_method": "fp8", "weight_block_size": [16, 16], "modules_to_not_convert": [name, "lm_head"]}
-    o = load(tmp_path, quantization_config=quant).layers[0].attention.o
+    o = stored(only(load(tmp_path, quantization_config=quant).layers[0].attention.o))
     assert o.scale is None
     assert torch.equal(o.weight, plain)
 

@@ -15,7 +15,8 @@ from longfill.kernels.backend import Backend
 from longfill.kernels.cpu import NativeBackend
 from longfill.kernels.reference.backend import ReferenceBackend
 from longfill.models.config import ModelConfig
-from longfill.models.loading import load_model, weight_bytes
+from longfill.models.loading import load_model
+from longfill.models.weight_bytes import weight_bytes
 
 KINDS: dict[str, dict[str, Any]] = {
     "float32": {},

@@ -52,10 +52,10 @@ def run(llm: LLM, token_ids: Sequence[int]) -> Rows:
     logits: list[Tensor] = []
     selected: dict[int, list[frozenset[int]]] = {}
 
-    def every_row(rows: Any, *, all_rows: bool) -> Tensor:
-        hidden_TC = forward(rows, all_rows=True)
-        logits.append(decoder.logits(hidden_TC))
-        return hidden_TC if all_rows else hidden_TC[rows.sample_rows_S]
+    def every_row(rows: Any) -> Tensor:
+        hidden_TC = forward(rows)
+        logits.append(decoder.logits(decoder.norm(hidden_TC)))
+        return hidden_TC
 
     def keep(layer: int, selection_TK: Tensor) -> None:
         selected.setdefault(layer, []).extend(frozenset(row) - {-1} for row in selection_TK.tolist())

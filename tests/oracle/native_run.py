@@ -31,10 +31,10 @@ def record(folder: Path, backend: str, seed: int, count: int) -> dict[str, Any]:
     logits: list[Tensor] = []
     selected: dict[int, list[Tensor]] = {}
 
-    def every_row(rows: Any, **_: Any) -> Tensor:
-        hidden_TC = forward(rows, all_rows=True)
-        logits.append(decoder.logits(hidden_TC))
-        return hidden_TC[rows.sample_rows_S]
+    def every_row(rows: Any) -> Tensor:
+        hidden_TC = forward(rows)
+        logits.append(decoder.logits(decoder.norm(hidden_TC)))
+        return hidden_TC
 
     decoder.forward = every_row  # type: ignore[method-assign]
     decoder.on_selection = lambda layer, rows_TK: selected.setdefault(layer, []).append(rows_TK.clone())

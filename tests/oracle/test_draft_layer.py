@@ -35,7 +35,7 @@ def engine_drafts(llm: LLM, prompt: list[int]) -> tuple[list[int], Tensor, Tenso
 
     def keep_rows(step: Any, hidden_TC: Tensor) -> Tensor:
         y_TC = forward(step, hidden_TC)
-        rows.update(zip(step.positions_T.tolist(), y_TC.clone(), strict=True))
+        rows.update(zip(step.attend.positions_T.tolist(), y_TC.clone(), strict=True))
         return y_TC
 
     def keep_logits(z_SC: Tensor) -> Tensor:

@@ -223,3 +223,34 @@ def test_the_reserve_for_the_process_is_the_same_for_two_starts_of_one_command()
     typical = [memory.process_reserve(rss * MIB) for rss in range(200, 257)]
     assert set(typical) == {320 * MIB}
     assert all(memory.process_reserve(rss * MIB) >= (rss + 64) * MIB for rss in range(100, 2000, 7))
+
+
+def test_what_ranks_exchange_is_planned_and_one_rank_exchanges_nothing(folder: Path) -> None:
+    def lines(**args: Any) -> dict[str, int]:
+        return {row.name: row.bytes for row in plan(folder, memory_budget="1GiB", max_model_len=512, **args).rows}
+
+    assert "exchange" not in lines()
+    two = lines(tensor_parallel_size=2)
+    assert two["exchange"] > 0
+    assert lines(deterministic=True)["exchange"] > 0, "slices of keys are merged on one rank too"
+    assert lines(prefill_context_parallel_size=2, enable_expert_parallel=True)["exchange"] > two["exchange"]
+    assert "gathered contexts" not in two
+    assert lines(prefill_context_parallel_size=2, decode_context_parallel_size=2)["gathered contexts"] > 0
+
+
+def test_a_page_table_entry_holds_a_page_of_every_rank_that_shares_the_cache(folder: Path) -> None:
+    whole = plan(folder, memory_budget="1GiB", max_model_len=512, max_num_seqs=1, block_size=8)
+    shared = plan(
+        folder, memory_budget="1GiB", max_model_len=512, max_num_seqs=1, block_size=8, tensor_parallel_size=2,
+        decode_context_parallel_size=2,
+    )  # fmt: skip
+    assert (whole.num_pages, shared.num_pages) == (512 // 8 + 1, 512 // 16 + 1)
+
+
+def test_ranks_of_a_machine_share_what_it_has(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "cgroup_memory_limit", lambda: 4096 * MIB)
+    one = memory.budget_bytes(EngineArgs(model=str(folder)))
+    assert memory.budget_bytes(EngineArgs(model=str(folder), tensor_parallel_size=2)) == one // 2
+    memory.budget_bytes(EngineArgs(model=str(folder), memory_budget="2GiB", tensor_parallel_size=2))
+    with pytest.raises(CapacityError, match=r"--memory-budget 3GiB: 2 ranks take it each, and together may use 4,096"):
+        memory.budget_bytes(EngineArgs(model=str(folder), memory_budget="3GiB", tensor_parallel_size=2))

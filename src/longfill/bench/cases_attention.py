@@ -119,7 +119,10 @@ def dense_case(shape: Shape, setting: Setting) -> Work:
     request = RequestRows(0, rows, 0, pages)
     return Work(
         call=partial(
-            dense_mla, q_THX, cache, request, 0, shape.scale, out_THR, num_threads=setting.threads, isa=setting.isa
+            dense_mla,
+            *(q_THX, cache, request, request.visible(0, rows), shape.scale, out_THR),
+            num_threads=setting.threads,
+            isa=setting.isa,
         ),
         flops=shape.heads * rows * (rows + 1) * (shape.width + shape.rank),
         bytes=rows * shape.row_bytes + q_THX.nbytes + out_THR.nbytes,

@@ -149,7 +149,8 @@ def prefill(
 @app.command("report")
 def report(
     file: Annotated[
-        Path, typer.Argument(help="What `bench kernels`, `prefill`, `decode` or `serve` printed with --json")
+        Path,
+        typer.Argument(help="What `bench kernels`, `prefill`, `decode`, `parallel` or `serve` printed with --json"),
     ],
     plot: PlotFlag = None,
 ) -> int:
@@ -275,6 +276,8 @@ def finish(values: dict[str, Any], plot: Path | None, as_json: bool) -> None:
 def _markdown(values: Mapping[str, Any]) -> str:
     if "base_url" in values:
         from longfill.bench.serve_tables import markdown
+    elif "parallel" in values:
+        from longfill.bench.parallel_tables import markdown
     else:
         from longfill.bench.tables import markdown
     return markdown(values)
@@ -285,11 +288,12 @@ def _draw(values: Mapping[str, Any], plot: Path | None) -> None:
         return
     check_plot(plot)
     from longfill.bench.decode_plot import draw_decode
+    from longfill.bench.parallel_plot import draw_parallel
     from longfill.bench.prefill_plot import draw_prefill
     from longfill.bench.roofline import draw_roofline
     from longfill.bench.serve_plot import draw_serve
 
-    kinds = {"kernels": draw_roofline, "decodes": draw_decode, "base_url": draw_serve}
+    kinds = {"kernels": draw_roofline, "decodes": draw_decode, "base_url": draw_serve, "parallel": draw_parallel}
     draw = next((draw for key, draw in kinds.items() if key in values), draw_prefill)
     written = draw(values, plot)
     stderr().print(f"longfill: wrote {', '.join(str(path) for path in written)}", soft_wrap=True)

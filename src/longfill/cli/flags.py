@@ -23,6 +23,12 @@ _JSON = {
     "speculative_config": '{"method": "mtp", "num_speculative_tokens": 2}',
 }
 """Knobs that are JSON on the command line, each with an example."""
+SHORT = {
+    "tensor_parallel_size": "-tp",
+    "prefill_context_parallel_size": "-pcp",
+    "decode_context_parallel_size": "-dcp",
+}
+"""Flags with a second, short spelling; vLLM's."""
 
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON value on stdout, everything else on stderr")]
 _MODEL = inspect.Parameter(
@@ -97,8 +103,10 @@ def _knob_parameters(only: Collection[str], helps: Mapping[str, str]) -> list[in
     for knob in (f for f in dataclasses.fields(EngineArgs) if f.name in only):
         kind = _flag_type(hints[knob.name])
         flag = flag_name(knob.name)
+        spellings = [SHORT[knob.name]] if knob.name in SHORT else []
         option = typer.Option(
             f"{flag}/--no-{flag.removeprefix('--')}" if kind is bool else flag,
+            *spellings,
             help=helps.get(knob.name) or _help_text(knob),
             metavar=_metavar(knob.name, kind),
             rich_help_panel=PANEL,

@@ -15,7 +15,19 @@ from typing import NoReturn
 
 import typer
 
-from longfill.cli import bench, bench_decode, bench_serve, check, demo, needle_eval, run, serve, simulate, version
+from longfill.cli import (
+    bench,
+    bench_decode,
+    bench_parallel,
+    bench_serve,
+    check,
+    demo,
+    needle_eval,
+    run,
+    serve,
+    simulate,
+    version,
+)
 from longfill.errors import LongfillError
 
 USAGE_ERROR = 2
@@ -42,6 +54,7 @@ app.command("check")(check.check)
 app.add_typer(bench.app, name="bench")
 bench.app.command("decode")(bench_decode.decode)
 bench.app.command("serve")(bench_serve.serve)
+bench.app.add_typer(bench_parallel.app, name="parallel")
 app.command("simulate")(simulate.simulate)
 app.command("version")(version.version)
 

@@ -14,6 +14,7 @@ from functools import cached_property
 import numpy as np
 from torch import Tensor
 
+from longfill.engine.executors import Executor
 from longfill.engine.live import LiveRequest
 from longfill.engine.stats import SpecDecodingStats
 from longfill.kernels.interface import ScreenCounts
@@ -23,7 +24,7 @@ from longfill.worker.history import TokenHistory
 from longfill.worker.prompt_logprobs import PromptLogprobs
 from longfill.worker.sampler import SampledToken, SampleInput
 from longfill.worker.structured import OutputForm, StructuredOutputs
-from longfill.worker.worker import StepResult, Worker
+from longfill.worker.worker import StepResult
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,20 @@ class StepOutcome:
         return counts
 
     @cached_property
+    def comm(self) -> dict[str, int]:
+        """Bytes sent to other ranks, of all calls, by what they were."""
+        total: dict[str, int] = {}
+        for result in self.results:
+            for what, sent in result.comm.items():
+                total[what] = total.get(what, 0) + sent
+        return total
+
+    @cached_property
+    def rank_scored_pairs(self) -> tuple[int, ...]:
+        """(row, key) pairs that each rank scores in a layer, of all calls."""
+        return tuple(sum(pairs) for pairs in zip(*(plan.rank_scored_pairs for plan in self.plans), strict=True))
+
+    @cached_property
     def seconds(self) -> dict[str, float]:
         """Stage -> seconds, of all calls."""
         total: dict[str, float] = {"plan": self.plan_seconds}
@@ -93,14 +108,15 @@ class _Past:
 
 
 class StepComputer:
-    """Computes schedules on a worker. `live` holds the unfinished requests by id; `forms` is None without a tokenizer,
-    when no request asks for structured outputs."""
+    """Computes schedules on an executor. `live` holds the unfinished requests by id; `forms` is None without a
+    tokenizer, when no request asks for structured outputs."""
 
     def __init__(
-        self, worker: Worker, scheduler: Scheduler, live: Mapping[str, LiveRequest], forms: StructuredOutputs | None,
-        *, split_mixed_batch: bool,
+        self, executor: Executor, scheduler: Scheduler, live: Mapping[str, LiveRequest],
+        forms: StructuredOutputs | None, *, split_mixed_batch: bool,
     ) -> None:  # fmt: skip
-        self._worker = worker
+        self._executor = executor
+        self._worker = executor.worker
         self._scheduler = scheduler
         self._live = live
         self._forms = forms
@@ -136,7 +152,7 @@ class StepComputer:
     def _run(self, plan: StepPlan, live: Mapping[str, LiveRequest]) -> StepResult:
         inputs = [self._sample_input(r, live[r.request_id]) for r in plan.requests if r.samples]
         prompts = [live[r.request_id].prompt_input(r.start, r.seq_len) for r in plan.requests]
-        return self._worker.execute(plan, inputs, [given for given in prompts if given is not None])
+        return self._executor.execute(plan, inputs, [given for given in prompts if given is not None])
 
     def _sample_input(self, scheduled: StepRequest, live: LiveRequest) -> SampleInput:
         position = scheduled.start + scheduled.query_len - scheduled.num_drafts

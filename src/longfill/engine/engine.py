@@ -17,6 +17,8 @@ from longfill.cache import KVCacheManager
 from longfill.cache.prefix import PrefixIdentity
 from longfill.config import EngineArgs
 from longfill.engine.compute import StepComputer, StepOutcome
+from longfill.engine.executors import make_executor
+from longfill.engine.executors.messages import MakeWorker
 from longfill.engine.fanout import Fanout
 from longfill.engine.live import LiveRequest
 from longfill.engine.pipeline import Computed, StepPipeline
@@ -24,27 +26,37 @@ from longfill.engine.stats import EngineStats, RequestShare, ResidentMemory, Ste
 from longfill.engine.token_bytes import structured_outputs
 from longfill.engine.tokenizer import Tokenizer
 from longfill.errors import ConfigError, RequestError
-from longfill.kernels.cpu.extension import tasks_done
 from longfill.models.config import ModelConfig
 from longfill.models.hub import resolve_model, weights_revision
+from longfill.models.shards import check_heads
 from longfill.request import FinishReason, Request, RequestOutput, RequestOutputKind, SamplingParams, TokenIds
 from longfill.scheduler import Advance, Scheduler, scheduler_config
 from longfill.units import NumPages
 from longfill.worker.sampler import request_seed, validate
+from longfill.worker.speculate import check_draft_layer
 from longfill.worker.structured import StructuredOutputs
 from longfill.worker.worker import Worker
 
 
 class LLMEngine:
-    """Synchronous engine over one in-process worker: `add_request`, then `step` until nothing is unfinished."""
+    """Synchronous engine over an executor: `add_request`, then `step` until nothing is unfinished.
 
-    def __init__(self, args: EngineArgs) -> None:
+    Where torchrun has started this process as another rank than 0, `LLMEngine(...)` follows rank 0 until that closes
+    its engine, and ends with SystemExit.
+    """
+
+    def __init__(self, args: EngineArgs, make_worker: MakeWorker = Worker) -> None:
+        """`make_worker` makes the worker of every rank, each in its own process, so it must pickle: for benchmarks,
+        whose ranks are to start with pages that hold something."""
         self.args = args
         self.folder = folder = resolve_model(args.model, args.revision)
         config = ModelConfig.from_folder(folder, args.hf_overrides)
         if args.dtype != "auto":
             config = dataclasses.replace(config, dtype=args.dtype)
         compatibility.check(args, config)
+        # Before ranks are started, which would all have to fail.
+        check_heads(config.num_heads, args.tensor_parallel_size)
+        check_draft_layer(args, config)
         if args.max_model_len is not None and args.max_model_len > config.max_position_embeddings:
             raise ConfigError(
                 f"--max-model-len {args.max_model_len:,} is more than the model's {config.max_position_embeddings:,} "
@@ -52,11 +64,20 @@ class LLMEngine:
             )
         self.tokenizer = None if args.skip_tokenizer_init else Tokenizer.from_folder(_tokenizer_folder(args, folder))
         self.model_config = config
-        self.worker = Worker(args, folder, config)
+        self.executor = make_executor(args, folder, config, make_worker)
+        try:
+            self._prepare()
+        except BaseException:
+            self.executor.close()
+            raise
+
+    def _prepare(self) -> None:
+        """What stands on a loaded model."""
+        args = self.args
         self.cache = KVCacheManager(
             NumPages(self.worker.memory.num_pages),
-            self.worker.layout.page_size,
-            identity=self._identity(folder) if args.enable_prefix_caching else None,
+            self.worker.page_tokens,
+            identity=self._identity(self.folder) if args.enable_prefix_caching else None,
         )
         self.scheduler = Scheduler(
             self.cache,
@@ -66,15 +87,20 @@ class LLMEngine:
         self.last_step: StepStats | None = None
         self._live: dict[str, LiveRequest] = {}
         self.forms = self._structured_outputs()
-        self._pipeline = StepPipeline(
-            StepComputer(self.worker, self.scheduler, self._live, self.forms, split_mixed_batch=args.split_mixed_batch),
-            args.steps_in_flight,
+        compute = StepComputer(
+            self.executor, self.scheduler, self._live, self.forms, split_mixed_batch=args.split_mixed_batch
         )
+        self._pipeline = StepPipeline(compute, args.steps_in_flight)
         self._computed_until = self._booked_until = 0.0
         self._preempted: tuple[str, ...] = ()
         self._fanout = Fanout(self._queue, self._live, at_once=not args.enable_prefix_caching)
         self._ordinal = 0
         self._memory = ResidentMemory()
+
+    @property
+    def worker(self) -> Worker:
+        """Rank 0's."""
+        return self.executor.worker
 
     @property
     def has_unfinished_requests(self) -> bool:
@@ -148,6 +174,7 @@ class LLMEngine:
         With `--async-scheduling` that step was scheduled earlier, and others are on their way behind it. Those that
         nobody waits for any more are waited for here, so that all pages are back once the last request has ended.
         """
+        self.executor.check()
         try:
             outputs = self._schedule()
             if self._pipeline:
@@ -189,7 +216,7 @@ class LLMEngine:
     @property
     def work_done(self) -> int:
         """Grows while a step is computed: by tasks of native kernels, and by stages of layers. For whoever watches."""
-        return tasks_done() + self.worker.decoder.stages_done
+        return self.executor.work_done
 
     def _append_prompt_logprobs(self, computed: Computed[StepOutcome]) -> None:
         """Hand over what a step says of prompts, to those requests that still run as they did when it was scheduled."""
@@ -200,8 +227,9 @@ class LLMEngine:
                 self._live[name].append_prompt_logprobs(found[name])
 
     def close(self) -> None:
-        """End the worker's thread; the engine takes no further step."""
+        """End the worker's thread and all other ranks; the engine takes no further step. May be called again."""
         self._pipeline.close()
+        self.executor.close()
 
     def _schedule(self) -> list[RequestOutput]:
         """Submit steps until enough are in flight; returns what the scheduler ended.
@@ -278,6 +306,8 @@ class LLMEngine:
             screened_pairs=outcome.screen.screened,
             screen_survivors=outcome.screen.survivors,
             gathered_rows=layers * sum(plan.gathered_rows for plan in outcome.plans),
+            rank_scored_pairs=tuple(full * pairs for pairs in outcome.rank_scored_pairs),
+            comm=outcome.comm,
             spec=outcome.spec(sampled),
             seconds=seconds,
             progress=progress,
@@ -292,12 +322,14 @@ class LLMEngine:
     def _identity(self, folder: Path) -> PrefixIdentity:
         layout = self.worker.layout
         drafts = "/draft" if layout.num_layers > self.model_config.num_layers else ""
+        dcp, interleave = self.args.decode_context_parallel_size, self.args.cp_kv_cache_interleave_size
+        shards = f"/dcp{dcp}x{interleave}" if dcp > 1 else ""
         overrides = json.dumps(dict(self.args.hf_overrides or {}), sort_keys=True)
         return PrefixIdentity(
             model=self.model_config.model_type,
             revision=f"{weights_revision(folder)} {overrides}",
             dtype=self.model_config.dtype,
-            cache_format=f"{layout.latent_format}/{layout.index_format}/{layout.page_size}{drafts}",
+            cache_format=f"{layout.latent_format}/{layout.index_format}/{layout.page_size}{drafts}{shards}",
             rope=dataclasses.asdict(self.model_config.rope),
         )
 

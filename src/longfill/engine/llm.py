@@ -80,6 +80,16 @@ class LLM:
         """Totals over all steps so far."""
         return self.engine.stats
 
+    def close(self) -> None:
+        """End all processes of the engine, as happens by itself when the program ends or nothing refers to this."""
+        self.engine.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -89,8 +99,10 @@ class LLM:
     ) -> list[RequestOutput]:
         """Complete every prompt; `on_step` is called after each step (for progress).
 
-        One SamplingParams serves all prompts, or give one for each. If any prompt is refused, none is run.
+        One SamplingParams serves all prompts, or give one for each. If any prompt is refused, none is run. Raises
+        ParallelError where a rank is lost, and EngineDeadError ever after, or after `close`.
         """
+        self.engine.executor.check()
         batch = _as_list(prompts)
         params = sampling_params if sampling_params is not None else SamplingParams()
         each = [params] * len(batch) if isinstance(params, SamplingParams) else list(params)

@@ -70,7 +70,7 @@ class RequestShare:
 
 @dataclass(frozen=True)
 class StepStats:
-    """One executed step. Counts of chunks, pairs and rows are over all layers that do that work."""
+    """One executed step. Counts of chunks, pairs and rows are the first rank's, over all layers that do that work."""
 
     step: int
     num_tokens: int
@@ -104,6 +104,10 @@ class StepStats:
     preempted: tuple[str, ...]
     rss_bytes: int
     """Resident memory of the process after the step, or up to `ResidentMemory.SECONDS` before."""
+    rank_scored_pairs: tuple[int, ...] = ()
+    """Of all ranks' scored pairs, each one's."""
+    comm: dict[str, int] = field(default_factory=dict)
+    """Bytes that the first rank has sent to others, by what they were (`partition.comm` predicts them)."""
     spec: SpecDecodingStats = field(default_factory=SpecDecodingStats)
     """What became of the drafts that the step verified."""
 
@@ -138,6 +142,7 @@ class EngineStats:
     screen_survivors: int = 0
     gathered_rows: int = 0
     preemptions: int = 0
+    comm: dict[str, int] = field(default_factory=dict)
     spec: SpecDecodingStats = field(default_factory=SpecDecodingStats)
     seconds: dict[str, float] = field(default_factory=dict)
 
@@ -152,5 +157,7 @@ class EngineStats:
         self.gathered_rows += step.gathered_rows
         self.preemptions += len(step.preempted)
         self.spec.add(step.spec)
+        for what, sent in step.comm.items():
+            self.comm[what] = self.comm.get(what, 0) + sent
         for stage, seconds in step.seconds.items():
             self.seconds[stage] = self.seconds.get(stage, 0.0) + seconds

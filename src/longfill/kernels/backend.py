@@ -29,7 +29,8 @@ from longfill.kernels.workspace import Workspace
 
 
 class Backend(Protocol):
-    """Outputs have the dtype of `x` unless an `out` is given, which may be a strided view. Suffix C is any width."""
+    """Outputs have the dtype of `x` unless an `out` is given, which may be a strided view. Suffix C is any width, S any
+    number of expert outputs. Every operation takes 0 rows: a rank may have none."""
 
     @property
     def copies(self) -> bool:
@@ -55,7 +56,7 @@ class Backend(Protocol):
     def linear(
         self, x_TC: Tensor, weight: Linear, *, dtype: torch.dtype | None = None, out: Tensor | None = None
     ) -> Tensor:
-        """`x @ W.T + b`: [T, O]. `dtype`: of the result, and of a float32 weight where x is bfloat16, which widens."""
+        """`x @ W.T + b`: [T, O]. `dtype`: of the result; float32 from bfloat16 rows is the unrounded sum."""
         ...
 
     def per_head(self, x_THA: Tensor, heads: Heads, out_THB: Tensor) -> None:
@@ -66,15 +67,33 @@ class Backend(Protocol):
         """`x / rms(x) * weight`: the norm in fp32, rounded to the dtype of x before the weight (as Llama does)."""
         ...
 
-    def mlp(self, x_TC: Tensor, weights: Mlp) -> Tensor:
-        """`down(silu(gate x) * up x)`."""
+    def mlp(self, x_TC: Tensor, weights: Mlp, *, dtype: torch.dtype | None = None) -> Tensor:
+        """`down(silu(gate x) * up x)`, the middle in the dtype of x. `dtype`: of the result, as in `linear`."""
+        ...
+
+    def route(self, x_TC: Tensor, router: Linear, bias_E: Tensor | None, choice: ExpertChoice) -> tuple[Tensor, Tensor]:
+        """Expert ids int64 [T, K], ascending in a row, and their fp32 weights [T, K]; the router [E, C] is fp32."""
         ...
 
     def experts(
-        self, x_TC: Tensor, router: Linear, bias_E: Tensor | None, choice: ExpertChoice, experts: Sequence[Mlp],
-        shared: Mlp | None,
+        self, x_TC: Tensor, ids_TK: Tensor, weights_TK: Tensor, experts: Sequence[Mlp], shared: Mlp | None, *,
+        dtype: torch.dtype | None = None,
     ) -> Tensor:  # fmt: skip
-        """Routed experts, summed in ascending order of their id, and the expert that every token takes."""
+        """Routed experts' outputs times their weights, and the output of the expert that every token takes: [T, C].
+
+        `ids_TK`: int64, ascending in a row, indices into `experts`. A row's outputs are added in fp32 in the order of
+        its ids, `shared` last, and rounded once to `dtype` (by default that of x); float32 is the unrounded sum.
+        """
+        ...
+
+    def fold_experts(
+        self, y_SC: Tensor, slots_TK: Tensor, weights_TK: Tensor, shared_TC: Tensor | None, *, dtype: torch.dtype
+    ) -> Tensor:
+        """The same sum, bit for bit, over outputs that were computed elsewhere: [T, C] in `dtype`.
+
+        Row t's k-th output, in ascending order of its experts' ids, is `y_SC[slots_TK[t, k]]`. `y_SC` and `shared_TC`
+        are fp32, as `experts` (one expert a row, of weight 1) and `mlp` give them unrounded; `slots_TK` is int64.
+        """
         ...
 
     def rotate(self, x_THP: Tensor, cos_TF: Tensor, sin_TF: Tensor, out_THP: Tensor, *, interleaved: bool) -> None:
@@ -107,26 +126,43 @@ class Backend(Protocol):
 
     def index_topk(
         self, q_TID: Tensor, w_TI: Tensor, cache: IndexCache, chunks: IndexChunks, selection_TK: Tensor,
-        workspace: Workspace,
+        workspace: Workspace, *, scores_TK: Tensor | None = None,
     ) -> ScreenCounts:  # fmt: skip
         """Write every scored row's top-k positions, ascending, -1 where fewer count; ties go to the lower one.
 
-        `workspace` has room for the scores, for a backend that writes them down.
+        `scores_TK`, if given, receives the fp32 scores of the selected positions, -inf in the padding. `workspace` has
+        room for the scores, for a backend that writes them all down.
+        """
+        ...
+
+    def merge_topk(self, scores_TN: Tensor, positions_TN: Tensor, selection_TK: Tensor) -> None:
+        """Write every row's exact top-k of its candidates, as `index_topk` over all keys would: int32 [T, K].
+
+        N = shards x K: fp32 scores and int32 positions of several shards side by side, each shard's ascending and
+        padded with -1. NaN and -inf are never chosen; ties go to the lower position.
         """
         ...
 
     def sparse_mla(
         self, q_THX: Tensor, cache: LatentCache, request: RequestRows, selection_TK: Tensor, scale: float,
-        out_THR: Tensor, context_LX: Tensor | None,
+        out_THR: Tensor, context_LX: Tensor | None, lse_TH: Tensor | None = None,
     ) -> None:  # fmt: skip
-        """Attention of rows over their selected positions, read from the pages or from a gathered context."""
+        """Attention of rows over their selected positions, read from the pages or from a gathered context.
+
+        Entries of -1, anywhere in a row, select nothing. `lse_TH`, if given, receives the natural-log log-sum-exp of
+        the scaled scores (fp32 [T, H]). A row without keys has the output 0 and the LSE -inf. `out_THR` may be fp32
+        where q is bfloat16.
+        """
         ...
 
     def dense_mla(
-        self, q_THX: Tensor, cache: LatentCache, request: RequestRows, first_position: int, scale: float,
-        out_THR: Tensor,
+        self, q_THX: Tensor, cache: LatentCache, request: RequestRows, visible_T: Tensor, scale: float,
+        out_THR: Tensor, lse_TH: Tensor | None = None,
     ) -> None:  # fmt: skip
-        """Causal attention: row i sits at `first_position + i` and attends to all positions up to it."""
+        """Causal attention: row i attends to the first `visible_T[i]` (int64, nondecreasing) rows of the page table.
+
+        `out_THR` and `lse_TH` as in `sparse_mla`.
+        """
         ...
 
     def gather_rows(self, cache: LatentCache, request: RequestRows, out_LX: Tensor) -> None:

@@ -18,7 +18,9 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class RequestRows:
-    """One request's rows in a step: rows `[first_row, first_row + query_len)` are its positions from `start` on."""
+    """One request's rows in a step: rows `[first_row, first_row + query_len)`, its positions from `start` on unless
+    `visible_T` says what each of them sees: then positions may have gaps, or the pages hold a share of the keys.
+    """
 
     first_row: int
     query_len: int
@@ -26,15 +28,31 @@ class RequestRows:
     """Tokens already in the cache before this step = position of the first row."""
     pages: Tensor
     """int64 [pages of the request]: its page table, covering at least `seq_len` tokens."""
+    visible_T: Tensor | None = None
+    """int64 [query_len], nondecreasing: row i sees the first `visible_T[i]` keys of the page table. None: all up to its
+    own position, `start + i + 1`."""
 
     @property
     def seq_len(self) -> int:
-        """Tokens in the cache once this step's rows are stored."""
-        return self.start + self.query_len
+        """Tokens of the page table that the last row sees, once this step's rows are stored."""
+        if self.visible_T is None:
+            return self.start + self.query_len
+        return int(self.visible_T[-1]) if self.query_len else 0
+
+    def visible(self, first: int, last: int) -> Tensor:
+        """int64 [last - first]: keys that its rows [first, last) see, counted from its own first one."""
+        return _visible(self.visible_T, self.start, first, last)
 
     def part(self, first: int, last: int, origin: int) -> RequestRows:
         """Its rows [first, last), counted from its own first one, in a step that begins at row `origin` of this one."""
-        return RequestRows(self.first_row + first - origin, last - first, self.start + first, self.pages)
+        visible_T = None if self.visible_T is None else self.visible_T[first:last]
+        return RequestRows(self.first_row + first - origin, last - first, self.start + first, self.pages, visible_T)
+
+
+def _visible(visible_T: Tensor | None, first_position: int, first: int, last: int) -> Tensor:
+    if visible_T is not None:
+        return visible_T[first:last]
+    return torch.arange(first_position + first + 1, first_position + last + 1)
 
 
 @dataclass(frozen=True)
@@ -73,13 +91,20 @@ class IndexCache:
 class ScoredRows:
     """A q-chunk of one request as the indexer takes it: rows of the step and the keys they may score.
 
-    Row `first_row + i` sits at position `first_position + i` and scores keys `[0, position + 1)`.
+    Row `first_row + i` scores the first `visible_T[i]` keys of the page table; without `visible_T` it sits at position
+    `first_position + i` and scores keys `[0, position + 1)`.
     """
 
     request: RequestRows
     first_row: int
     num_rows: int
     first_position: int
+    visible_T: Tensor | None = None
+    """int64 [num_rows], nondecreasing; a row that sees no key selects nothing."""
+
+    def visible(self, first: int, last: int) -> Tensor:
+        """int64 [last - first]: keys that its rows [first, last) score, counted from its own first one."""
+        return _visible(self.visible_T, self.first_position, first, last)
 
 
 @dataclass(frozen=True)
@@ -204,34 +229,30 @@ IndexChunks = Sequence[Sequence[ScoredRows]]
 
 @dataclass(frozen=True)
 class StepRows:
-    """One step as the model sees it: the tensors and spans of a `partition.StepPlan`."""
+    """Rows of a step with what they attend to: the tensors and spans of a `partition.StepPlan`."""
 
     token_ids_T: Tensor
     positions_T: Tensor
-    slots_T: Tensor
     requests: tuple[RequestRows, ...]
     dense_rows: tuple[int, ...]
     """Of each request: leading rows whose causal range is no longer than top-k; they select everything."""
     index_chunks: IndexChunks
     workspace_chunks: tuple[tuple[int, ...], ...]
     """Requests (indices into `requests`) whose contexts are gathered together; the workspace path only."""
-    sample_rows_S: Tensor
 
     @property
     def num_rows(self) -> int:
         return self.token_ids_T.shape[0]
 
     def blocks(self, block_rows: int) -> list[tuple[slice, StepRows]]:
-        """The step in pieces of at most `block_rows` rows, each with its place in this one.
-
-        Of a piece only `requests`, `dense_rows`, `index_chunks` and `workspace_chunks` are meant for use.
-        """
+        """The rows in pieces of at most `block_rows`, each with its place among these."""
         if self.num_rows <= block_rows:
             return [(slice(0, self.num_rows), self)]
         spans = [slice(i, min(i + block_rows, self.num_rows)) for i in range(0, self.num_rows, block_rows)]
-        return [(span, self._block(span)) for span in spans]
+        return [(span, self.part(span)) for span in spans]
 
-    def _block(self, span: slice) -> StepRows:
+    def part(self, span: slice) -> StepRows:
+        """The rows of `span` alone. Where contexts are gathered, each request of it is gathered by itself."""
         requests: list[RequestRows] = []
         dense_rows: list[int] = []
         scored: list[int] = []
@@ -248,12 +269,10 @@ class StepRows:
         return StepRows(
             token_ids_T=self.token_ids_T[span],
             positions_T=self.positions_T[span],
-            slots_T=self.slots_T[span],
             requests=tuple(requests),
             dense_rows=tuple(dense_rows),
             index_chunks=[chunk for chunk in chunks if chunk],
             workspace_chunks=tuple((i,) for i in scored),
-            sample_rows_S=self.sample_rows_S[:0],
         )
 
 
@@ -261,7 +280,9 @@ def _scored_part(rows: ScoredRows, span: slice) -> list[ScoredRows]:
     first, last = max(rows.first_row, span.start), min(rows.first_row + rows.num_rows, span.stop)
     if first >= last:
         return []
-    return [ScoredRows(rows.request, first - span.start, last - first, rows.first_position + first - rows.first_row)]
+    skipped = first - rows.first_row
+    visible_T = None if rows.visible_T is None else rows.visible_T[skipped : skipped + last - first]
+    return [ScoredRows(rows.request, first - span.start, last - first, rows.first_position + skipped, visible_T)]
 
 
 @dataclass(frozen=True)

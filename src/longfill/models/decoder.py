@@ -1,13 +1,17 @@
 """The model, top to bottom: embedding, layers of MLA + indexer + MLP or MoE, final norm, head.
 
-May import kernels and the files of `models/`. Invariant: what a row computes is a function of its own tokens and
-position; `StepRows` only says which rows are in the call.
+May import kernels, `parallel` and the files of `models/`. Invariant: what a row computes is a function of its own
+tokens and position; `RankRows` only says which rows are in the call and on which rank.
+
+The residual stream of a row lives on one rank. What attention and MLPs need of all rows of a TP group is gathered
+before them: the query latents, the rows behind the norm. What they put out is added when it comes back to the stream.
 
 Source: transformers' modeling_glm_moe_dsa.py, modeling_deepseek_v32.py, modeling_deepseek_v3.py (same arithmetic,
 absorbed form: keys and values stay in the latent space).
 
-Suffixes: T rows of the step · H heads · N nope dim · P rope dim · R latent rank · X = R + P · V value dim · C hidden ·
-I indexer heads · D indexer dim · K top-k · F = P / 2 · S sampled rows.
+Suffixes: T rows · A rows that the rank attends for · O rows that it holds · H its heads · N nope dim · P rope dim ·
+R latent rank · X = R + P · V value dim · C hidden · I indexer heads · D indexer dim · K top-k · F = P / 2 · S some
+rows.
 """
 
 from __future__ import annotations
@@ -22,34 +26,42 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from longfill.kernels.backend import Backend
-from longfill.kernels.interface import LayerCaches, ScreenCounts, StepRows
+from longfill.kernels.interface import LayerCaches, Linear, ScreenCounts
 from longfill.models.attention import Attend
 from longfill.models.config import ModelConfig
-from longfill.models.moe import expert_choice
+from longfill.models.exchange import NewKeys
+from longfill.models.feed_forward import FeedForward
 from longfill.models.rope import rope_tables
-from longfill.models.weights import AttentionWeights, IndexerWeights, LayerWeights, ModelWeights, MoeWeights
+from longfill.models.row_parts import RowPart, row_parts
+from longfill.models.rows import RankRows
+from longfill.models.shard_attention import ShardAttend
+from longfill.models.shards import WeightShards
+from longfill.models.sliced import add_slices
+from longfill.models.weights import AttentionWeights, IndexerWeights, LayerWeights, ModelWeights
+from longfill.parallel.mesh import Mesh
+from longfill.partition.spread import Pick
 
 SelectionHook = Callable[[int, Tensor], None]
-"""Called with (layer, selection int32 [T, K]) after each full-indexer layer; for tests and diagnosis."""
-
-
-Blocks = list[tuple[slice, StepRows]]
-"""A step's rows in pieces, so that what a row holds for a moment is held for few rows at once."""
+"""Called with (layer, selection int32 [A, K]) after each full-indexer layer; for tests and diagnosis."""
 
 
 class Decoder:
-    """A loaded model over one pool of pages."""
+    """This rank's part of a loaded model, over its pool of pages."""
 
     def __init__(
-        self, config: ModelConfig, weights: ModelWeights, caches: LayerCaches, backend: Backend, attend: Attend, *,
-        block_rows: int,
+        self, config: ModelConfig, weights: ModelWeights, caches: LayerCaches, backend: Backend, attend: Attend,
+        shard_attend: ShardAttend | None, mesh: Mesh, shards: WeightShards, *, block_rows: int, interleave: int,
+        all2all: str,
     ) -> None:  # fmt: skip
+        """`shard_attend`: for rows whose keys lie on several ranks; None without decode context parallelism."""
         self.config = config
         self.weights = weights
         self.caches = caches
         self.backend = backend
         self.attend = attend
+        self.mesh = mesh
         self.block_rows = block_rows
+        self.num_heads = len(shards.outputs(config.num_heads))
         self.on_selection: SelectionHook | None = None
         self.stages_done = 0
         """Since the start, several in a layer; it tells that a step goes on."""
@@ -57,86 +69,126 @@ class Decoder:
         """Seconds of the last step by stage."""
         self.screen_counts = ScreenCounts()
         """Of the last step."""
+        self._shard_attend = shard_attend
+        self._shards = shards
+        self._interleave = interleave
+        self._new_keys = NewKeys(config, backend, caches, mesh.rows)
+        self._feed_forward = FeedForward(config, backend, mesh, shards, all2all)
         self._kept: dict[str, Tensor] = {}
-        self._choice = expert_choice(config.moe) if config.moe is not None else None
 
-    def forward(self, rows: StepRows, *, all_rows: bool = False) -> Tensor:
-        """Run one step, which writes both caches; returns hidden states behind the final norm.
-
-        [S, C] of the sampled rows, or with `all_rows` [T, C] of every one.
-        """
+    def forward(self, rows: RankRows) -> Tensor:
+        """Run one step, which writes both caches; returns the residual stream [O, C] of the rows held here."""
         self.seconds = {}
         self.screen_counts = ScreenCounts()
-        hidden_TC = F.embedding(rows.token_ids_T, self.weights.embed)
-        self.run_layers(0, self.weights.layers, hidden_TC, rows)
+        hidden_OC = F.embedding(rows.token_ids_O, self.weights.embed)
+        self.run_layers(0, self.weights.layers, hidden_OC, rows)
+        return hidden_OC
+
+    def norm(self, hidden_OC: Tensor) -> Tensor:
+        """Rows behind the final norm."""
         with self._timed("head"):
-            kept = hidden_TC if all_rows else hidden_TC[rows.sample_rows_S]
-            return self.backend.rms_norm(kept, self.weights.norm, self.config.rms_norm_eps)
+            return self.backend.rms_norm(hidden_OC, self.weights.norm, self.config.rms_norm_eps)
 
-    def logits(self, hidden_SC: Tensor) -> Tensor:
-        """fp32 [S, vocabulary] of rows that `forward` gave."""
+    def collect(self, hidden_OC: Tensor, pick: Pick) -> Tensor:
+        """[S, C]: some rows of the batch, on every rank, from those that hold them."""
+        local = torch.from_numpy(pick.local[self.mesh.rows.rank])
+        gathered = self.mesh.rows.gather_rows("hidden", hidden_OC[local], pick.counts)
+        return gathered[torch.from_numpy(pick.order)]
+
+    def logits(self, hidden_SC: Tensor) -> Tensor | None:
+        """fp32 [S, vocabulary] of rows behind the final norm; None on all ranks but the first."""
         with self._timed("head"):
-            return self.head(hidden_SC)
+            return self.head(hidden_SC, self.weights.lm_head)
 
-    def head(self, hidden_SC: Tensor) -> Tensor:
-        """The same, counted in no stage."""
-        return self.backend.linear(hidden_SC, self.weights.lm_head).float()
+    def head(self, hidden_SC: Tensor, head: Linear) -> Tensor | None:
+        """The same by any head, counted in no stage."""
+        mesh = self.mesh
+        if mesh.rank >= mesh.tp.size:
+            return None
+        own_SV = self.backend.linear(hidden_SC, head).float()
+        if mesh.tp.size == 1:
+            return own_SV
+        size = self.config.vocab_size
+        ends = [size * (rank + 1) // mesh.tp.size for rank in range(mesh.tp.size)]
+        counts = [end - first for first, end in zip([0, *ends], ends, strict=False)]
+        logits_VS = mesh.tp.to_first("logits", own_SV.T.contiguous(), counts)
+        return None if logits_VS is None else logits_VS.T.contiguous()
 
-    def run_layers(self, first: int, layers: Sequence[LayerWeights], hidden_TC: Tensor, rows: StepRows) -> None:
-        """Take the residual stream `hidden_TC` of a step's rows, in place, through layers `first`, `first` + 1..."""
-        cos_TF, sin_TF = rope_tables(self.config.rope, rows.positions_T)
-        blocks = rows.blocks(self.block_rows)
-        self.attend.begin(rows.num_rows)
+    def run_layers(self, first: int, layers: Sequence[LayerWeights], hidden_OC: Tensor, rows: RankRows) -> None:
+        """Take the residual stream `hidden_OC` of a step's rows, in place, through layers `first`, `first` + 1..."""
+        cos_AF, sin_AF = rope_tables(self.config.rope, rows.attend.positions_T)
+        self.attend.begin(rows.attend.num_rows)
+        parts = row_parts(
+            rows, self.attend, self._shard_attend, self.mesh, block_rows=self.block_rows,
+            interleave=self._interleave, page_size=self.caches.latent[0].rows_NBX.shape[1],
+        )  # fmt: skip
         for index, layer in enumerate(layers, first):
-            self._attention(index, layer, hidden_TC, rows, blocks, cos_TF, sin_TF)
+            self._attention(index, layer, hidden_OC, rows, parts, cos_AF, sin_AF)
             with self._timed("mlp"):
-                self._feed_forward(layer, hidden_TC, blocks)
-
-    def _feed_forward(self, layer: LayerWeights, hidden_TC: Tensor, blocks: Blocks) -> None:
-        """hidden += mlp(norm(hidden)). Experts take all rows at once, so that each one's weights are read once."""
-        backend, mlp, eps = self.backend, layer.mlp, self.config.rms_norm_eps
-        if not isinstance(mlp, MoeWeights):
-            for span, _ in blocks:
-                normed_TC = backend.rms_norm(hidden_TC[span], layer.post_attention_norm, eps)
-                hidden_TC[span] += backend.mlp(normed_TC, mlp)
-            return
-        assert self._choice is not None
-        normed_TC = backend.rms_norm(hidden_TC, layer.post_attention_norm, eps)
-        hidden_TC += backend.experts(normed_TC, mlp.router, mlp.bias, self._choice, mlp.experts, mlp.shared)
+                self._feed_forward(layer, hidden_OC, rows, self.block_rows)
 
     def _attention(
-        self, index: int, layer: LayerWeights, hidden_TC: Tensor, rows: StepRows, blocks: Blocks,
-        cos_TF: Tensor, sin_TF: Tensor,
+        self, index: int, layer: LayerWeights, hidden_OC: Tensor, rows: RankRows, parts: list[RowPart],
+        cos_AF: Tensor, sin_AF: Tensor,
     ) -> None:  # fmt: skip
         """hidden += attention(norm(hidden)): all rows are stored and selected for before any of them attends."""
-        backend, w, eps = self.backend, layer.attention, self.config.rms_norm_eps
-        x_TC = backend.rms_norm(hidden_TC, layer.input_norm, eps)
-        with self._timed("project"):
-            q_latent = x_TC
-            if w.q_a is not None and w.q_a_norm is not None:
-                q_latent = backend.rms_norm(backend.linear(x_TC, w.q_a), w.q_a_norm, eps)
+        backend, w, eps, mesh = self.backend, layer.attention, self.config.rms_norm_eps, self.mesh
+        x_OC = backend.rms_norm(hidden_OC, layer.input_norm, eps)
         with self._timed("store"):
-            backend.store_latent(
-                backend.linear(x_TC, w.kv_a), w.kv_a_norm, eps, cos_TF, sin_TF, self.caches.latent[index],
-                rows.slots_T, interleaved=self.config.rope_interleave,
-            )  # fmt: skip
+            sent = self._new_keys.start(index, w, x_OC, cos_AF[rows.own], sin_AF[rows.own], rows)
+        with self._timed("project"):
+            q_latent = x_OC
+            if w.q_a is not None and w.q_a_norm is not None:
+                q_latent = backend.rms_norm(backend.linear(x_OC, w.q_a), w.q_a_norm, eps)
+            q_latent = mesh.tp.gather_rows("query_latents", q_latent, rows.tp_counts)
+        with self._timed("store"):
+            self._new_keys.finish(index, sent, rows)
         if w.indexer is not None:
-            self._select(index, w.indexer, x_TC, q_latent, rows, blocks, cos_TF, sin_TF)
-        for span, block in blocks:
+            self._select(index, w.indexer, x_OC, q_latent, rows, parts, cos_AF, sin_AF)
+        partial: Tensor | None = None
+        if not self._shards.is_whole:
+            dtype = torch.float32 if self._shards.deterministic else hidden_OC.dtype
+            partial = torch.empty(rows.attend.num_rows, hidden_OC.shape[1], dtype=dtype)
+        for part in parts:
+            cache = self.caches.latent[index]
+            if part.context is not None:
+                cache = part.context.latent(cache)
+            for span, block in part.blocks:
+                with self._timed("project"):
+                    q_THX = self._queries(w, q_latent[span], cos_AF[span], sin_AF[span])
+                with self._timed("attend"):
+                    out_THR = self._room("latent out", q_THX.dtype, *q_THX.shape[:2], self.config.kv_lora_rank)
+                    part.attend(q_THX, cache, block, span, out_THR)
+                with self._timed("project"):
+                    out_THV = self._room("out", q_THX.dtype, *q_THX.shape[:2], self.config.v_head_dim)
+                    backend.per_head(out_THR, w.up_value, out_THV)
+                    if partial is None:
+                        assert w.o[0] is not None
+                        hidden_OC[span] += backend.linear(out_THV.flatten(1), w.o[0])
+                    else:
+                        partial[span] = self._output(w, out_THV.flatten(1))
+        if partial is not None:
             with self._timed("project"):
-                q_THX = self._queries(w, q_latent[span], cos_TF[span], sin_TF[span])
-            with self._timed("attend"):
-                out_THR = self._room("latent out", q_THX.dtype, *q_THX.shape[:2], self.config.kv_lora_rank)
-                self.attend(q_THX, self.caches.latent[index], block, span, out_THR)
-            with self._timed("project"):
-                out_THV = self._room("out", q_THX.dtype, *q_THX.shape[:2], self.config.v_head_dim)
-                backend.per_head(out_THR, w.up_value, out_THV)
-                hidden_TC[span] += backend.linear(out_THV.flatten(1), w.o)
+                hidden_OC += mesh.tp.sum_rows("attention_out", partial, rows.tp_counts, dtype=hidden_OC.dtype)
+
+    def _output(self, w: AttentionWeights, out_TJ: Tensor) -> Tensor:
+        """[T, C]: what this rank's heads put out, slice by slice."""
+        ends = [0]
+        for weight in w.o:
+            ends.append(ends[-1] + (0 if weight is None else weight.in_size))
+
+        def product(i: int, dtype: torch.dtype) -> Tensor | None:
+            weight = w.o[i]
+            if weight is None:
+                return None
+            return self.backend.linear(out_TJ[:, ends[i] : ends[i + 1]], weight, dtype=dtype)
+
+        return add_slices(len(w.o), product, out_TJ, self.config.hidden_size, deterministic=self._shards.deterministic)
 
     def _queries(self, w: AttentionWeights, q_latent: Tensor, cos_TF: Tensor, sin_TF: Tensor) -> Tensor:
         """[T, H, R + P]: queries taken into the latent space, with their rotated parts."""
         config = self.config
-        q_THQ = self._room("queries", q_latent.dtype, q_latent.shape[0], config.num_heads, config.qk_head_dim)
+        q_THQ = self._room("queries", q_latent.dtype, q_latent.shape[0], self.num_heads, config.qk_head_dim)
         self.backend.linear(q_latent, w.q_b, out=q_THQ.flatten(1))
         q_THN, q_THP = torch.split(q_THQ, [config.qk_nope_head_dim, config.qk_rope_head_dim], -1)
         rank = config.kv_lora_rank
@@ -146,29 +198,34 @@ class Decoder:
         return q_THX
 
     def _select(
-        self, index: int, w: IndexerWeights, x_TC: Tensor, q_latent: Tensor, rows: StepRows, blocks: Blocks,
-        cos_TF: Tensor, sin_TF: Tensor,
+        self, index: int, w: IndexerWeights, x_OC: Tensor, q_latent: Tensor, rows: RankRows, parts: list[RowPart],
+        cos_AF: Tensor, sin_AF: Tensor,
     ) -> None:  # fmt: skip
-        """Store this layer's index keys and choose each row's positions, for it and the shared layers behind it."""
-        indexer, backend = self.config.indexer, self.backend
+        """Choose each row's positions, for this layer and the shared ones behind it."""
+        indexer, backend, tp = self.config.indexer, self.backend, self.mesh.tp
         assert indexer is not None
-        cache = self.caches.index[index]
-        with self._timed("store"):
-            backend.store_index_keys(
-                backend.linear(x_TC, w.wk), (w.k_norm_weight, w.k_norm_bias), cos_TF, sin_TF, cache, rows.slots_T,
-                interleaved=indexer.rope_interleave,
-            )  # fmt: skip
-        for span, block in blocks:
-            with self._timed("project"):
-                # Head weights stay in fp32: rounding them to bf16 makes ties among the scores.
-                q_TID, w_TI = backend.index_queries(
-                    backend.linear(q_latent[span], w.wq_b),
-                    backend.linear(x_TC[span], w.weights_proj, dtype=torch.float32),
-                    cos_TF[span], sin_TF[span], interleaved=indexer.rope_interleave, quantise=cache.format == "fp8",
-                    w_scale=indexer.head_dim**-0.5 * indexer.num_heads**-0.5,
-                )  # fmt: skip
+        with self._timed("project"):
+            # Head weights stay in fp32: rounding them to bf16 makes ties among the scores.
+            w_OI = backend.linear(x_OC, w.weights_proj, dtype=torch.float32)
+            w_AI = tp.gather_rows("head_weights", w_OI, rows.tp_counts)
+        for part in parts:
+            cache = self.caches.index[index]
+            if part.context is not None:
+                cache = part.context.index(cache)
+            for span, block in part.scored_blocks:
+                with self._timed("project"):
+                    q_TID, w_TI = backend.index_queries(
+                        backend.linear(q_latent[span], w.wq_b), w_AI[span], cos_AF[span], sin_AF[span],
+                        interleaved=indexer.rope_interleave, quantise=cache.format == "fp8",
+                        w_scale=indexer.head_dim**-0.5 * indexer.num_heads**-0.5,
+                    )  # fmt: skip
+                with self._timed("index"):
+                    self.screen_counts += part.attend.select(q_TID, w_TI, cache, block, span)
+        if rows.score_counts is not None:
             with self._timed("index"):
-                self.screen_counts += self.attend.select(q_TID, w_TI, cache, block, span)
+                (only,) = parts
+                chosen = tp.gather_rows("selection", self.attend.selection_TK[only.scored], rows.score_counts)
+                self.attend.selection_TK.copy_(chosen)
         if self.on_selection is not None:
             self.on_selection(index, self.attend.selection_TK)
 

@@ -15,7 +15,7 @@ and where it guesses further, z_i stands in for h_(i+1), both being behind a nor
 Source: DeepSeek-V3's technical report, section 2.2, for the module; vLLM 0.33's deepseek_mtp.py for what one module
 computes when it is used again for the tokens behind, and for position 0.
 
-Suffixes: T rows of the step · C hidden · S rows that guess.
+Suffixes: T rows of a block · O rows that the rank holds · C hidden · S rows that guess.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from longfill.kernels.interface import StepRows
 from longfill.models.decoder import Decoder
+from longfill.models.rows import RankRows
 from longfill.models.weights import MtpWeights
 
 
@@ -36,26 +36,28 @@ class DraftLayer:
         self._decoder = decoder
         self._weights = weights
 
-    def forward(self, rows: StepRows, hidden_TC: Tensor) -> Tensor:
-        """Run the rows, whose `token_ids_T` are the tokens *behind* their positions; writes the layer's caches.
+    def forward(self, rows: RankRows, hidden_OC: Tensor) -> Tensor:
+        """Run the rows, whose `token_ids_O` are the tokens *behind* their positions; writes the layer's caches.
 
-        `hidden_TC` holds each row's h, or the z of the position before it where a guess goes on. It is overwritten and
-        becomes the result: y [T, C], the residual stream without a norm.
+        `hidden_OC` holds each row's h, or the z of the position before it where a guess goes on. It is overwritten and
+        becomes the result: y [O, C], the residual stream without a norm.
         """
-        decoder = self._decoder
-        for span, _ in rows.blocks(decoder.block_rows):
-            self._join(rows.token_ids_T[span], rows.positions_T[span], hidden_TC[span])
-        decoder.run_layers(decoder.config.num_layers, (self._weights.layer,), hidden_TC, rows)
-        return hidden_TC
+        decoder, step = self._decoder, self._decoder.block_rows
+        positions_O = rows.attend.positions_T[rows.own]
+        for first in range(0, hidden_OC.shape[0], step):
+            span = slice(first, first + step)
+            self._join(rows.token_ids_O[span], positions_O[span], hidden_OC[span])
+        decoder.run_layers(decoder.config.num_layers, (self._weights.layer,), hidden_OC, rows)
+        return hidden_OC
 
     def norm(self, y_SC: Tensor) -> Tensor:
-        """z [S, C] of the rows that guess."""
+        """z [S, C] of rows of y."""
         decoder = self._decoder
         return decoder.backend.rms_norm(y_SC, self._weights.head_norm, decoder.config.rms_norm_eps)
 
-    def logits(self, z_SC: Tensor) -> Tensor:
-        """fp32 [S, vocabulary]: what the rows guess of the token two behind their position."""
-        return self._decoder.backend.linear(z_SC, self._weights.head).float()
+    def logits(self, z_SC: Tensor) -> Tensor | None:
+        """fp32 [S, vocabulary]: what rows guess of the token two behind their position; None but on the first rank."""
+        return self._decoder.head(z_SC, self._weights.head)
 
     def _join(self, token_ids_T: Tensor, positions_T: Tensor, hidden_TC: Tensor) -> None:
         """hidden = eh_proj [enorm(embedding) ; hnorm(hidden)]."""

@@ -8,7 +8,6 @@ file unless its dtype has to change, and then it is converted alone.
 from __future__ import annotations
 
 import logging
-import math
 import re
 from pathlib import Path
 
@@ -18,10 +17,13 @@ from torch import Tensor
 from longfill.errors import ModelError
 from longfill.kernels.backend import Backend
 from longfill.kernels.interface import Heads, Linear, Mlp, StoredLinear, StoredMlp
-from longfill.models.checkpoint import Checkpoint, TensorEntry
-from longfill.models.config import ModelConfig
+from longfill.kernels.shards import shard_columns, shard_rows
+from longfill.models.checkpoint import Checkpoint
+from longfill.models.config import ModelConfig, MoeConfig
+from longfill.models.shards import WHOLE, WeightShards
 from longfill.models.weights import (
     AttentionWeights,
+    ExpertWeights,
     IndexerWeights,
     LayerWeights,
     ModelWeights,
@@ -31,19 +33,22 @@ from longfill.models.weights import (
 
 logger = logging.getLogger(__name__)
 
-_FLOATS = ("F32", "F16", "BF16")
+FLOATS = ("F32", "F16", "BF16")
 _SCALES = ("F32", "BF16", "F8_E8M0")
-_KEPT_FLOAT32 = re.compile(r"\.indexer\.(k_norm|weights_proj)\.|\.mlp\.gate\.")
+KEPT_FLOAT32 = re.compile(r"\.indexer\.(k_norm|weights_proj)\.|\.mlp\.gate\.")
+"""Tensors that are float32 whatever the model's dtype."""
 _ROTARY_BUFFERS = r".*\.rotary_emb\.inv_freq"
 """Old checkpoints store this derived table; the engine computes it from the config."""
 
 
 def load_model(
-    folder: str | Path, config: ModelConfig, dtype: torch.dtype, backend: Backend, *, mtp: bool = False
-) -> ModelWeights:
+    folder: str | Path, config: ModelConfig, dtype: torch.dtype, backend: Backend, *, mtp: bool = False,
+    shards: WeightShards = WHOLE,
+) -> ModelWeights:  # fmt: skip
     """The weights of `folder`'s safetensors, in `dtype` but for fp8 weights (as stored) and what must be float32.
 
-    `mtp`: with the draft layer behind the last one, of which the config announces one.
+    `shards` says which parts of them this rank takes. `mtp`: with the draft layer behind the last one, of which the
+    config announces one.
 
     Raises `ModelError` that names tensor, file and both shapes where the checkpoint and the config do not fit, for an
     fp8 weight without a fitting scale, and for a tensor that would be left unused. Left unused on purpose: draft layers
@@ -51,8 +56,9 @@ def load_model(
     marks shared.
     """
     checkpoint = Checkpoint.open(folder)
-    weights = _Loader(checkpoint, config, dtype, backend).model(mtp=mtp)
-    skipped = checkpoint.finish((_ROTARY_BUFFERS, *_spare(config, mtp=mtp)))
+    weights = _Loader(checkpoint, config, dtype, backend, shards).model(mtp=mtp)
+    elsewhere = [rf".*\.experts\.{e}\..*" for e in _experts_elsewhere(config, shards)]
+    skipped = checkpoint.finish((_ROTARY_BUFFERS, *spare_tensors(config, mtp=mtp), *elsewhere))
     spare_indexers = re.compile("|".join(_spare_indexers(config)) or "(?!)")
     unused_indexers = [name for name in skipped if spare_indexers.fullmatch(name)]
     if unused_indexers:
@@ -65,55 +71,18 @@ def load_model(
     return weights
 
 
-def weight_bytes(
-    folder: str | Path, config: ModelConfig, dtype: torch.dtype, backend: Backend, *, mtp: bool = False
-) -> int:
-    """Bytes that the weights of `folder` take once loaded in `dtype`, from the files' headers alone.
-
-    fp8 weights stay as stored, with float32 scales, but for kv_b, which is kept dequantised for the absorbed form.
-    Indexers of layers that share another's selection are not loaded, nor are draft layers unless `mtp`.
-    """
-    spare = re.compile("|".join(_spare(config, mtp=mtp)) or "(?!)")
-    stored = [entry for shard in Checkpoint.open(folder).shards for entry in shard.tensors.values()]
-    entries = [entry for entry in stored if not spare.fullmatch(entry.name)]
-    return sum(_entry_bytes(entry, config, dtype, backend) for entry in entries) + _tied_bytes(
-        entries, config, dtype, backend
-    )
-
-
-def _entry_bytes(entry: TensorEntry, config: ModelConfig, dtype: torch.dtype, backend: Backend) -> int:
-    count = math.prod(entry.shape)
-    if entry.name.endswith("kv_b_proj.weight_scale_inv"):
-        return 0
-    if entry.name.endswith("kv_b_proj.weight"):
-        c = config
-        keys = backend.packed_bytes(c.kv_lora_rank, c.qk_nope_head_dim, dtype)
-        return c.num_heads * (keys + backend.packed_bytes(c.v_head_dim, c.kv_lora_rank, dtype))
-    if entry.name.endswith("_scale_inv"):
-        return 4 * count
-    stored = dtype if entry.dtype in _FLOATS else torch.float8_e4m3fn
-    # Sums are float32, and packed weights keep what is added to them in that form.
-    if _KEPT_FLOAT32.search(entry.name) or (backend.copies and entry.name.endswith(".bias")):
-        stored = torch.float32
-    if len(entry.shape) < 2 or entry.name.endswith("embed_tokens.weight"):
-        return stored.itemsize * count
-    *stack, out_size, in_size = entry.shape
-    if entry.name.endswith("experts.gate_up_proj"):
-        stack, out_size = [*stack, 2], out_size // 2
-    return math.prod(stack) * backend.packed_bytes(out_size, in_size, stored)
-
-
-def _tied_bytes(entries: list[TensorEntry], config: ModelConfig, dtype: torch.dtype, backend: Backend) -> int:
-    """A tied head's own packed copy: none where the backend multiplies with the embedding itself."""
-    if not backend.copies or any(entry.name == "lm_head.weight" for entry in entries):
-        return 0
-    return backend.packed_bytes(config.vocab_size, config.hidden_size, dtype)
-
-
-def _spare(config: ModelConfig, *, mtp: bool) -> list[str]:
+def spare_tensors(config: ModelConfig, *, mtp: bool) -> list[str]:
     """Patterns of stored tensors that are not loaded: indexers of shared layers, and draft layers unless `mtp`."""
     drafts = 0 if mtp else config.num_mtp_layers
     return _spare_indexers(config) + [rf"model\.layers\.{config.num_layers + i}\..*" for i in range(drafts)]
+
+
+def _experts_elsewhere(config: ModelConfig, shards: WeightShards) -> list[int]:
+    """Experts that other ranks hold."""
+    if config.moe is None:
+        return []
+    own = shards.experts(config.moe.num_experts)
+    return [e for e in range(config.moe.num_experts) if e not in own]
 
 
 def _spare_indexers(config: ModelConfig) -> list[str]:
@@ -125,11 +94,14 @@ def _spare_indexers(config: ModelConfig) -> list[str]:
 class _Loader:
     """Names and shapes of the family's parameters, read one by one."""
 
-    def __init__(self, checkpoint: Checkpoint, config: ModelConfig, dtype: torch.dtype, backend: Backend) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, config: ModelConfig, dtype: torch.dtype, backend: Backend, shards: WeightShards
+    ) -> None:
         self.checkpoint = checkpoint
         self.config = config
         self.dtype = dtype
         self.backend = backend
+        self.shards = shards
 
     def model(self, *, mtp: bool) -> ModelWeights:
         c = self.config
@@ -155,7 +127,7 @@ class _Loader:
                     f"{self.checkpoint.folder}: tensor {name} is missing and tie_word_embeddings is false; "
                     "the checkpoint is incomplete, or its config.json is wrong"
                 )
-            return self.backend.pack(tied)
+            return self.backend.pack(self.own_rows(tied))
         head = self.stored("lm_head", c.vocab_size, c.hidden_size)
         if c.tie_word_embeddings and head.scale is None and torch.equal(head.weight, embed):
             head = tied
@@ -165,9 +137,14 @@ class _Loader:
                 "the stored head is used",
                 self.checkpoint.entry(name).file,
             )
-        packed = self.backend.pack(head)
+        packed = self.backend.pack(self.own_rows(head))
         self.copied(name)
         return packed
+
+    def own_rows(self, weight: StoredLinear) -> StoredLinear:
+        """This rank's part of a column-parallel weight's outputs."""
+        rows = self.shards.outputs(weight.out_size)
+        return shard_rows(weight, rows.start, rows.stop)
 
     def layer(self, index: int, *, is_moe: bool, has_indexer: bool) -> LayerWeights:
         c, prefix = self.config, f"model.layers.{index}"
@@ -177,7 +154,7 @@ class _Loader:
             post_attention_norm=self.plain(f"{prefix}.post_attention_layernorm.weight", c.hidden_size),
             mlp=self.moe(f"{prefix}.mlp")
             if is_moe
-            else self.mlp(f"{prefix}.mlp", c.intermediate_size, bias=c.mlp_bias),
+            else self.mlp_slices(f"{prefix}.mlp", c.intermediate_size, bias=c.mlp_bias),
         )
 
     def attention(self, prefix: str, *, has_indexer: bool) -> AttentionWeights:
@@ -185,11 +162,11 @@ class _Loader:
         q_size = c.num_heads * c.qk_head_dim
         q_a, q_a_norm = None, None
         if c.q_lora_rank is None:
-            q_b = self.linear(f"{prefix}.q_proj", q_size, c.hidden_size)
+            q_b = self.split_outputs(f"{prefix}.q_proj", q_size, c.hidden_size)
         else:
             q_a = self.linear(f"{prefix}.q_a_proj", c.q_lora_rank, c.hidden_size, bias=c.attention_bias)
             q_a_norm = self.plain(f"{prefix}.q_a_layernorm.weight", c.q_lora_rank)
-            q_b = self.linear(f"{prefix}.q_b_proj", q_size, c.q_lora_rank)
+            q_b = self.split_outputs(f"{prefix}.q_b_proj", q_size, c.q_lora_rank)
         kv_a_size = c.kv_lora_rank + c.qk_rope_head_dim
         up_key, up_value = self.up_projections(f"{prefix}.kv_b_proj")
         return AttentionWeights(
@@ -200,16 +177,34 @@ class _Loader:
             kv_a_norm=self.plain(f"{prefix}.kv_a_layernorm.weight", c.kv_lora_rank),
             up_key=up_key,
             up_value=up_value,
-            o=self.linear(f"{prefix}.o_proj", c.hidden_size, c.num_heads * c.v_head_dim, bias=c.attention_bias),
+            o=self.output_slices(f"{prefix}.o_proj"),
             indexer=self.indexer(f"{prefix}.indexer") if has_indexer else None,
         )
+
+    def split_outputs(self, name: str, out_size: int, in_size: int) -> Linear:
+        """`linear`, but of this rank's part of the outputs alone: query heads, the vocabulary."""
+        packed = self.backend.pack(self.own_rows(self.stored(name, out_size, in_size)))
+        self.copied(f"{name}.weight")
+        return packed
+
+    def output_slices(self, name: str) -> tuple[Linear | None, ...]:
+        """The output projection of this rank's heads, in slices of whole heads."""
+        c, width = self.config, self.config.v_head_dim
+        stored = self.stored(name, c.hidden_size, c.num_heads * width, bias=c.attention_bias)
+        packed = tuple(
+            self.backend.pack(shard_columns(stored, heads.start * width, heads.stop * width)) if heads else None
+            for heads in self.shards.slices(c.num_heads)
+        )
+        self.copied(f"{name}.weight")
+        return packed
 
     def up_projections(self, name: str) -> tuple[Heads, Heads]:
         """kv_b's two halves, a matrix a head: keys [H, N, R] and values [H, R, V]; fp8 is dequantised."""
         c = self.config
         stored = self.stored(name, c.num_heads * (c.qk_nope_head_dim + c.v_head_dim), c.kv_lora_rank)
         weight = stored.weight if stored.scale is None else stored.rows(0, stored.out_size).to(self.dtype)
-        per_head = weight.view(c.num_heads, -1, c.kv_lora_rank)
+        own = self.shards.outputs(c.num_heads)
+        per_head = weight.view(c.num_heads, -1, c.kv_lora_rank)[own.start : own.stop]
         keys_HNR, values_HVR = torch.split(per_head, [c.qk_nope_head_dim, c.v_head_dim], 1)
         heads = self.backend.pack_heads(keys_HNR), self.backend.pack_heads(values_HVR.transpose(1, 2))
         self.copied(f"{name}.weight")
@@ -227,55 +222,88 @@ class _Loader:
             weights_proj=self.kept_float32(f"{prefix}.weights_proj.weight", i.num_heads, c.hidden_size),
         )
 
-    def mlp(self, prefix: str, intermediate: int, *, bias: bool = False) -> Mlp:
+    def mlp_slices(self, prefix: str, intermediate: int, *, bias: bool = False) -> tuple[Mlp | None, ...]:
+        """An MLP in this rank's slices of its inner width."""
+        return self.packed_slices(prefix, intermediate, self.shards.slices(intermediate), bias=bias)
+
+    def packed_slices(
+        self, prefix: str, intermediate: int, slices: list[range], *, bias: bool
+    ) -> tuple[Mlp | None, ...]:
         hidden = self.config.hidden_size
         gate, up, down = (f"{prefix}.{name}" for name in ("gate_proj", "up_proj", "down_proj"))
-        packed = self.backend.pack_mlp(
-            StoredMlp(
-                gate=self.stored(gate, intermediate, hidden, bias=bias),
-                up=self.stored(up, intermediate, hidden, bias=bias),
-                down=self.stored(down, hidden, intermediate, bias=bias),
-            )
+        stored = StoredMlp(
+            gate=self.stored(gate, intermediate, hidden, bias=bias),
+            up=self.stored(up, intermediate, hidden, bias=bias),
+            down=self.stored(down, hidden, intermediate, bias=bias),
         )
+        packed = tuple(self.packed_slice(stored, inner) for inner in slices)
         self.copied(*(f"{name}.weight" for name in (gate, up, down)))
         return packed
+
+    def packed_slice(self, stored: StoredMlp, inner: range) -> Mlp | None:
+        """One slice of an MLP's inner width."""
+        if not inner:
+            return None
+        return self.backend.pack_mlp(
+            StoredMlp(
+                gate=shard_rows(stored.gate, inner.start, inner.stop),
+                up=shard_rows(stored.up, inner.start, inner.stop),
+                down=shard_columns(stored.down, inner.start, inner.stop),
+            )
+        )
 
     def moe(self, prefix: str) -> MoeWeights:
         c, moe = self.config, self.config.moe
         if moe is None:
             raise ModelError(f"{prefix}: config.json describes no experts")
-        size, bias = moe.moe_intermediate_size, f"{prefix}.gate.e_score_correction_bias"
-        if f"{prefix}.experts.gate_up_proj" in self.checkpoint:
-            experts = self.fused_experts(f"{prefix}.experts", moe.num_experts, size)
-        else:
-            experts = tuple(self.mlp(f"{prefix}.experts.{e}", size) for e in range(moe.num_experts))
+        bias = f"{prefix}.gate.e_score_correction_bias"
         return MoeWeights(
             router=self.kept_float32(f"{prefix}.gate.weight", moe.num_experts, c.hidden_size),
             bias=self.plain(bias, moe.num_experts, dtype=torch.float32) if moe.has_correction_bias else None,
-            experts=experts,
-            shared=self.mlp(f"{prefix}.shared_experts", size * moe.num_shared_experts, bias=c.mlp_bias)
-            if moe.num_shared_experts
-            else None,
+            slices=self.expert_slices(prefix, moe),
         )
 
-    def fused_experts(self, prefix: str, num_experts: int, size: int) -> tuple[Mlp, ...]:
+    def expert_slices(self, prefix: str, moe: MoeConfig) -> tuple[ExpertWeights | None, ...]:
+        """Slice by slice: the experts that this rank holds, and the shared one."""
+        size, shared_size = moe.moe_intermediate_size, moe.moe_intermediate_size * moe.num_shared_experts
+        whole = self.shards.expert_parallel
+        slices = [range(size)] if whole else self.shards.slices(size)
+        shared_slices = [range(shared_size)] if whole else self.shards.slices(shared_size)
+        held = self.shards.experts(moe.num_experts)
+        if f"{prefix}.experts.gate_up_proj" in self.checkpoint:
+            experts = self.fused_experts(f"{prefix}.experts", moe.num_experts, size, held, slices)
+        else:
+            experts = [self.packed_slices(f"{prefix}.experts.{e}", size, slices, bias=False) for e in held]
+        shared: tuple[Mlp | None, ...] = (None,) * len(slices)
+        if moe.num_shared_experts:
+            name = f"{prefix}.shared_experts"
+            shared = self.packed_slices(name, shared_size, shared_slices, bias=self.config.mlp_bias)
+        return tuple(self.expert_slice(experts, i, shared[i]) for i in range(len(slices)))
+
+    def expert_slice(
+        self, experts: list[tuple[Mlp | None, ...]], index: int, shared: Mlp | None
+    ) -> ExpertWeights | None:
+        own = tuple(mlp for slices in experts if (mlp := slices[index]) is not None)
+        return ExpertWeights(own, shared) if own or shared is not None else None
+
+    def fused_experts(
+        self, prefix: str, num_experts: int, size: int, held: range, slices: list[range]
+    ) -> list[tuple[Mlp | None, ...]]:
         """Experts stored as two stacks, gate above up in the first: each expert gets views of them."""
         hidden = self.config.hidden_size
         for name in ("gate_up_proj", "down_proj"):
-            if self.checkpoint.entry(f"{prefix}.{name}").dtype not in _FLOATS:
+            if self.checkpoint.entry(f"{prefix}.{name}").dtype not in FLOATS:
                 raise self.wrong_dtype(f"{prefix}.{name}", "stacked experts must be float32, float16 or bfloat16")
         gate_up = self.checkpoint.take(f"{prefix}.gate_up_proj", (num_experts, 2 * size, hidden))
         down = self.checkpoint.take(f"{prefix}.down_proj", (num_experts, hidden, size))
-        experts = tuple(
-            self.backend.pack_mlp(
-                StoredMlp(
-                    gate=StoredLinear(gate_up[e, :size].to(self.dtype)),
-                    up=StoredLinear(gate_up[e, size:].to(self.dtype)),
-                    down=StoredLinear(down[e].to(self.dtype)),
-                )
+        experts = []
+        for e in held:
+            stored = StoredMlp(
+                gate=StoredLinear(gate_up[e, :size].to(self.dtype)),
+                up=StoredLinear(gate_up[e, size:].to(self.dtype)),
+                down=StoredLinear(down[e].to(self.dtype)),
             )
-            for e in range(num_experts)
-        )
+            experts.append(tuple(self.packed_slice(stored, inner) for inner in slices))
         self.copied(f"{prefix}.gate_up_proj", f"{prefix}.down_proj")
         return experts
 
@@ -299,14 +327,14 @@ class _Loader:
             eh_proj=self.linear(f"{prefix}.eh_proj", c.hidden_size, 2 * c.hidden_size),
             layer=self.layer(c.num_layers, is_moe=c.moe is not None, has_indexer=c.indexer is not None),
             head_norm=self.plain(f"{prefix}.shared_head.norm.weight", c.hidden_size),
-            head=self.linear(own_head, c.vocab_size, c.hidden_size)
+            head=self.split_outputs(own_head, c.vocab_size, c.hidden_size)
             if f"{own_head}.weight" in self.checkpoint
             else lm_head,
         )
 
     def plain(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """A tensor that is never quantised, in `dtype` (default: the model's)."""
-        if self.checkpoint.entry(name).dtype not in _FLOATS:
+        if self.checkpoint.entry(name).dtype not in FLOATS:
             raise self.wrong_dtype(name, "expected float32, float16 or bfloat16")
         stored = self.checkpoint.take(name, shape)
         converted = stored.to(dtype or self.dtype)

@@ -3,8 +3,9 @@
 May import torch and the kernels' interface. Invariant: a tensor here is either a view of the mapped checkpoint or the
 only converted or packed copy of it.
 
-Sizes in the comments: C hidden size · Q query latent · R key-value latent · P rope dim · H heads · N nope dim · V value
-dim · I indexer heads · D indexer dim · F intermediate size · E experts · S vocabulary.
+Sizes in the comments (of this rank's part, where weights are split): C hidden size · Q query latent · R key-value
+latent · P rope dim · H heads · N nope dim · V value dim · I indexer heads · D indexer dim · F intermediate size · E
+experts · S vocabulary.
 """
 
 from __future__ import annotations
@@ -62,18 +63,25 @@ class AttentionWeights(_Weights):
     kv_a_norm: Tensor  # [R]
     up_key: Heads  # N -> R
     up_value: Heads  # R -> V
-    o: Linear  # [C, H V]
+    o: tuple[Linear | None, ...]  # [C, H V], in slices of heads (see `models.shards`); None is an empty one
     indexer: IndexerWeights | None
 
 
 @dataclass(frozen=True)
+class ExpertWeights(_Weights):
+    """Routed experts, or a slice of each one's inner width, and the expert that every token takes."""
+
+    experts: tuple[Mlp, ...]
+    shared: Mlp | None
+
+
+@dataclass(frozen=True)
 class MoeWeights(_Weights):
-    """Routed experts, the router that chooses among them, and the expert that every token takes."""
+    """The router and the experts that it chooses among; with expert parallelism this rank's, in one whole slice."""
 
     router: Linear  # float32 [E, C]
     bias: Tensor | None  # float32 [E]: added to the scores for the choice only
-    experts: tuple[Mlp, ...]
-    shared: Mlp | None
+    slices: tuple[ExpertWeights | None, ...]
 
 
 @dataclass(frozen=True)
@@ -83,7 +91,7 @@ class LayerWeights(_Weights):
     input_norm: Tensor  # [C]
     attention: AttentionWeights
     post_attention_norm: Tensor  # [C]
-    mlp: Mlp | MoeWeights
+    mlp: tuple[Mlp | None, ...] | MoeWeights  # an MLP in slices of its inner width
 
 
 @dataclass(frozen=True)

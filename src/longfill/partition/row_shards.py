@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from longfill.partition.lengths import Lengths, as_query_and_seq_lens, positive, row_positions
+from longfill.partition.lengths import Int64Array, Lengths, as_query_and_seq_lens, positive, row_positions
 
 
 def row_shards(
@@ -23,13 +23,22 @@ def row_shards(
     positive("ranks", ranks)
     positive("compress_ratio", compress_ratio)
     queries, seqs = as_query_and_seq_lens(query_lens, seq_lens)
-    costs = np.cumsum((row_positions(queries, seqs) + 1) // compress_ratio)
+    costs = (row_positions(queries, seqs) + 1) // compress_ratio
+    if costs.size < min_rows:
+        return None
+    counts = balanced_cuts(costs, ranks)
+    return None if counts is None else list(counts)
+
+
+def balanced_cuts(costs: Int64Array, ranks: int) -> tuple[int, ...] | None:
+    """The same for rows of any costs (int64 [T]); None with a single rank, fewer rows than ranks, or no costs."""
     rows = costs.size
-    if ranks == 1 or rows < max(min_rows, ranks) or costs[-1] == 0:
+    total = np.cumsum(costs)
+    if ranks == 1 or rows < ranks or total[-1] == 0:
         return None
     order = np.arange(1, ranks)
-    bounds = np.searchsorted(costs, order * costs[-1] // ranks, side="left")
+    bounds = np.searchsorted(total, order * total[-1] // ranks, side="left")
     # Leave every rank a row: strictly rising bounds from the front, then from the back.
     bounds = np.maximum.accumulate(np.maximum(bounds, 1) - order) + order
     bounds = np.minimum(bounds, rows - ranks + order)
-    return [int(n) for n in np.diff(bounds, prepend=0, append=rows)]
+    return tuple(int(n) for n in np.diff(bounds, prepend=0, append=rows))

@@ -10,9 +10,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from longfill.partition.dcp import dcp_local_position, dcp_owner
 from longfill.partition.indexer import IndexerChunk, indexer_chunks
 from longfill.partition.lengths import Int64Array, row_positions, row_starts
-from longfill.partition.slots import check_table, slot_mapping
+from longfill.partition.row_shards import balanced_cuts
+from longfill.partition.slots import NO_SLOT, check_table, slot_mapping
+from longfill.partition.spread import ONE_RANK, Cut, Share, spread
 from longfill.partition.workspace import workspace_chunks
 from longfill.units import PageSize
 
@@ -48,12 +51,46 @@ class StepRequest:
         return self.start + self.query_len
 
 
+@dataclass(frozen=True)
+class Run:
+    """Rows of one request that a rank attends for: rows [first_row, first_row + num_rows) of its own, at positions
+    `start`, `start + stride`..."""
+
+    request: int
+    """Index into `StepPlan.requests`."""
+    first_row: int
+    num_rows: int
+    start: int
+    stride: int = 1
+
+    @property
+    def seq_len(self) -> int:
+        """Tokens that its last row sees."""
+        return self.start + (self.num_rows - 1) * self.stride + 1
+
+    def rows_before(self, position: int) -> int:
+        """Its leading rows at lower positions."""
+        return min(max(-(-(position - self.start) // self.stride), 0), self.num_rows)
+
+
+@dataclass(frozen=True)
+class ContextChunk:
+    """Requests whose contexts are gathered from all DCP ranks together, and the rank's rows that attend to them."""
+
+    requests: range
+    """Into `StepPlan.requests`."""
+    rows: range
+    """Of the rows that the rank attends for; may be empty."""
+
+
 @dataclass(frozen=True, eq=False)
 class StepPlan:
-    """What one step computes. R requests, T rows (tokens); rows stand request after request, by position."""
+    """What one rank computes in a step. R requests, T rows (tokens) of the batch, request after request, by position;
+    A of them the rank attends for, in `runs`. Where there is one rank, every request is a run."""
 
     requests: tuple[StepRequest, ...]
-    """Those with one row beside their drafts first, else in the order they were scheduled."""
+    """Those with one row beside their drafts first, and others that every rank attends for; else in the order they were
+    scheduled."""
     query_starts: Int64Array
     """int64 [R+1]: first row of each request, then T."""
     token_ids: Int64Array
@@ -61,21 +98,29 @@ class StepPlan:
     positions: Int64Array
     """int64 [T]: position of each row in its sequence."""
     slots: Int64Array
-    """int64 [T]: where each row's KV is stored: page * page_size + offset."""
+    """int64 [T]: where each row's KV is stored: page * page_size + offset, or NO_SLOT where another rank keeps it."""
+    share: Share
+    runs: tuple[Run, ...]
     dense_rows: Int64Array
-    """int64 [R]: leading rows of each request that select every key they may see (position < topk): not scored."""
+    """int64 [runs]: leading rows of each that select every key they may see (position < topk): not scored."""
     scored: tuple[int, ...]
-    """Requests with rows behind their dense ones."""
+    """Runs with rows behind their dense ones."""
+    score_counts: tuple[int, ...] | None
+    """Consecutive rows of A that each TP rank scores; None where every one scores all."""
     indexer_chunks: tuple[IndexerChunk, ...]
     """Over the scored rows of `scored`, into which `requests` indexes."""
     workspace_chunks: tuple[range, ...]
-    """Ranges into `scored`: requests whose contexts are gathered together."""
+    """Ranges into `scored`: runs whose contexts are gathered together."""
+    context_chunks: tuple[ContextChunk, ...]
+    """Where split prompts attend to keys that lie on several ranks."""
     sample_rows: Int64Array
     """int64 [S]: the last `1 + num_drafts` rows of each request that samples, in order of `requests`."""
     sample_starts: Int64Array
     """int64 [requests that sample + 1]: where each one's part of `sample_rows` begins, then S."""
     scored_pairs: int
-    """(query, key) pairs that one full-indexer layer scores."""
+    """(query, key) pairs that one full-indexer layer scores for the A rows, `score_counts` apart."""
+    rank_scored_pairs: tuple[int, ...]
+    """Of those pairs, what each rank of the `rows` group scores (before keys are split by DCP)."""
     gathered_rows: int
     """Latent rows that one layer copies where it gathers contexts into the workspace."""
 
@@ -88,53 +133,126 @@ def plan_step(
     indexer_workspace_rows: int,
     max_logits_bytes: int,
     workspace_rows: int,
+    cut: Cut = ONE_RANK,
 ) -> StepPlan:
-    """Turn the tokens that the scheduler chose into a plan.
+    """Turn the tokens that the scheduler chose into a plan for the rank of `cut`.
 
     `topk` is the keys that a row selects (None: the model has no indexer, and every row is dense). The limits, in rows
-    and bytes, are those of `indexer_chunks` and `workspace_chunks`.
+    and bytes, are those of `indexer_chunks` and `workspace_chunks`. `page_size` is a rank's: under DCP a page table's
+    entry stands for as many tokens times the DCP ranks.
 
     Raises ValueError, naming the request, for a request without tokens, one whose token ids do not match its length,
     drafts without a row before them to sample from, or a position without a page; CapacityError for a context longer
     than the workspace.
     """
-    ordered = tuple(sorted(requests, key=lambda r: not r.has_one_row))
+    ordered = tuple(sorted(requests, key=lambda r: (not r.has_one_row, not cut.is_whole(r.query_len, r.has_one_row))))
     for request in ordered:
-        _check(request, page_size)
+        _check(request, page_size * cut.shape.dcp)
     query_lens = np.array([r.query_len for r in ordered], dtype=np.int64)
     starts = np.array([r.start for r in ordered], dtype=np.int64)
-    seq_lens = starts + query_lens
     query_starts = row_starts(query_lens)
-    positions = row_positions(query_lens, seq_lens)
+    positions = row_positions(query_lens, starts + query_lens)
     sampled_lens = np.array([1 + r.num_drafts for r in ordered if r.samples], dtype=np.int64)
     sampled_ends = query_starts[1:][np.array([r.samples for r in ordered], dtype=np.bool_)]
 
-    dense_rows = query_lens if topk is None else np.clip(topk - starts, 0, query_lens)
-    scored_lens = query_lens - dense_rows
-    scored = np.flatnonzero(scored_lens)
-    contexts = seq_lens[scored]
-    unscored = contexts - scored_lens[scored]
+    share = spread(query_lens, [r.has_one_row for r in ordered], cut)
+    runs = _runs(ordered, query_starts, positions, share, cut)
+    dense_rows = np.array([r.num_rows if topk is None else r.rows_before(topk) for r in runs], dtype=np.int64)
+    scored = np.array([i for i, r in enumerate(runs) if dense_rows[i] < r.num_rows], dtype=np.int64)
+    scored_lens = np.array([runs[i].num_rows - dense_rows[i] for i in scored], dtype=np.int64)
+    contexts = np.array([runs[i].seq_len for i in scored], dtype=np.int64)
+    costs = [scoring_costs(positions[rows], topk) for rows in share.rank_rows]
+    own_costs = costs[cut.shape.place(cut.rank)["pcp"]]
+    counts = [_score_counts(each, cut) for each in costs]
     return StepPlan(
         requests=ordered,
         query_starts=query_starts,
         token_ids=_concatenate([r.token_ids for r in ordered]),
         positions=positions,
-        slots=_slots(ordered, query_lens, starts, positions, page_size),
+        slots=_slots(ordered, query_lens, starts, positions, page_size, cut),
+        share=share,
+        runs=runs,
         dense_rows=dense_rows,
         scored=tuple(scored.tolist()),
+        score_counts=counts[cut.shape.place(cut.rank)["pcp"]],
         indexer_chunks=tuple(
             indexer_chunks(
-                scored_lens[scored],
+                scored_lens,
                 contexts,
                 workspace_rows=indexer_workspace_rows,
                 max_logits_bytes=max_logits_bytes,
             )
         ),
         workspace_chunks=tuple(workspace_chunks(contexts, workspace_rows)),
+        context_chunks=_context_chunks(ordered, runs, workspace_rows, cut),
         sample_rows=row_positions(sampled_lens, sampled_ends),
         sample_starts=row_starts(sampled_lens),
-        scored_pairs=int((contexts * (contexts + 1) - unscored * (unscored + 1)).sum()) // 2,
+        scored_pairs=int(own_costs.sum()),
+        rank_scored_pairs=tuple(
+            pairs for each, cuts in zip(costs, counts, strict=True) for pairs in _pairs(each, cuts, cut.shape.tp)
+        ),
         gathered_rows=int(contexts.sum()),
+    )
+
+
+def scoring_costs(positions: Int64Array, topk: int | None) -> Int64Array:
+    """int64, like `positions`: keys that each row scores; none where it selects all, or there is no indexer."""
+    keys = positions + 1
+    return np.where(keys > topk, keys, 0) if topk is not None else np.zeros_like(keys)
+
+
+def _score_counts(costs: Int64Array, cut: Cut) -> tuple[int, ...] | None:
+    if cut.shape.dcp > 1 or np.count_nonzero(costs) < cut.min_score_rows:
+        return None
+    return balanced_cuts(costs, cut.shape.tp)
+
+
+def _pairs(costs: Int64Array, counts: tuple[int, ...] | None, tp: int) -> list[int]:
+    """What each TP rank scores of rows with these costs."""
+    if counts is None:
+        return [int(costs.sum())] * tp
+    return [int(part.sum()) for part in np.split(costs, np.cumsum(counts)[:-1])]
+
+
+def _runs(
+    requests: tuple[StepRequest, ...], query_starts: Int64Array, positions: Int64Array, share: Share, cut: Cut
+) -> tuple[Run, ...]:
+    """The rank's rows as runs: cut where a request begins, or where the distance is not its split's."""
+    if share.rows.size == positions.size:
+        rows = zip(query_starts[:-1].tolist(), requests, strict=True)
+        return tuple(Run(i, row, r.query_len, r.start) for i, (row, r) in enumerate(rows))
+    owner = np.searchsorted(query_starts, share.rows, side="right") - 1
+    distance = 1
+    if cut.split == "interleave":
+        distance = cut.shape.pcp
+    whole = np.array([cut.is_whole(r.query_len, r.has_one_row) for r in requests], dtype=np.bool_)
+    stride = np.where(whole[owner], 1, distance)
+    at = positions[share.rows]
+    begins = np.ones(at.size, dtype=np.bool_)
+    begins[1:] = (np.diff(owner) != 0) | (np.diff(at) != stride[1:])
+    firsts = np.flatnonzero(begins)
+    ends = np.append(firsts[1:], at.size)[: firsts.size]  # a rank may have no row
+    return tuple(
+        Run(int(owner[a]), int(a), int(b - a), int(at[a]), int(stride[a])) for a, b in zip(firsts, ends, strict=True)
+    )
+
+
+def _context_chunks(
+    requests: tuple[StepRequest, ...], runs: tuple[Run, ...], workspace_rows: int, cut: Cut
+) -> tuple[ContextChunk, ...]:
+    """Split prompts, packed while their contexts fit the workspace, with the rows of this rank that belong to them."""
+    if not cut.gathers_contexts:
+        return ()
+    whole = sum(cut.is_whole(r.query_len, r.has_one_row) for r in requests)
+    split = requests[whole:]
+    ends = [0] * (len(requests) + 1)
+    for run in runs:
+        ends[run.request + 1] = run.first_row + run.num_rows
+    for i in range(len(requests)):
+        ends[i + 1] = max(ends[i + 1], ends[i])
+    return tuple(
+        ContextChunk(range(whole + c.start, whole + c.stop), range(ends[whole + c.start], ends[whole + c.stop]))
+        for c in workspace_chunks([r.seq_len for r in split], workspace_rows)
     )
 
 
@@ -157,17 +275,24 @@ def _slots(
     starts: Int64Array,
     positions: Int64Array,
     page_size: PageSize,
+    cut: Cut,
 ) -> Int64Array:
-    """Slots of all rows, through one table of just the pages that this step writes.
+    """Slots of all rows on this rank, through one table of just the pages that this step writes.
 
     A row's position in that table differs from its own by a multiple of the page size, so that the offset inside the
     page stays; the whole tables of long contexts are never copied.
     """
-    first_pages = starts // page_size
-    end_pages = (starts + query_lens - 1) // page_size + 1
+    span = page_size * cut.shape.dcp
+    first_pages = starts // span
+    end_pages = (starts + query_lens - 1) // span + 1
     table_starts = row_starts(end_pages - first_pages)[:-1]
     table = _concatenate([r.pages[a:b] for r, a, b in zip(requests, first_pages, end_pages, strict=True)])
-    return slot_mapping(table, positions + np.repeat((table_starts - first_pages) * page_size, query_lens), page_size)
+    shifted = positions + np.repeat((table_starts - first_pages) * span, query_lens)
+    if cut.shape.dcp == 1:
+        return slot_mapping(table, shifted, page_size)
+    local = dcp_local_position(shifted, ranks=cut.shape.dcp, interleave=cut.interleave)
+    owner = dcp_owner(positions, ranks=cut.shape.dcp, interleave=cut.interleave)
+    return np.where(owner == cut.dcp_rank, slot_mapping(table, local, page_size), NO_SLOT)
 
 
 def _concatenate(arrays: list[Int64Array]) -> Int64Array:

@@ -20,7 +20,8 @@ import zmq
 
 from longfill.config import EngineArgs
 from longfill.engine.engine import LLMEngine
-from longfill.errors import LongfillError
+from longfill.engine.executors import executor_backend
+from longfill.errors import ConfigError, LongfillError
 from longfill.server.deltas import output_delta, step_record
 from longfill.server.messages import (
     AbortRequests,
@@ -94,6 +95,11 @@ class EngineCore:
     """The step loop over an engine, between two sockets."""
 
     def __init__(self, args: EngineArgs, inbox: zmq.Socket[bytes], outbox: zmq.Socket[bytes]) -> None:
+        if executor_backend(args) == "external_launcher":
+            raise ConfigError(
+                "--distributed-executor-backend external_launcher: a server starts its ranks itself; run it without "
+                "torchrun, or give --distributed-executor-backend mp"
+            )
         self.engine = LLMEngine(args)
         self.rounds = 0
         """Of the loop."""
@@ -105,6 +111,7 @@ class EngineCore:
         """Say that requests are taken, then take them until told to stop."""
         self._send(self._ready())
         while self._receive(wait=not self.engine.has_unfinished_requests):
+            self.engine.executor.check()
             if self.engine.has_unfinished_requests:
                 self._step()
             self.rounds += 1

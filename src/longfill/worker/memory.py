@@ -21,6 +21,7 @@ from longfill.kernels.select import KernelChoice
 from longfill.kernels.workspace import SELECT_TILE, WorkspaceSizes, attention_tile_bytes
 from longfill.models.config import ModelConfig
 from longfill.partition import LONG_MODEL_LEN, prefill_workspace_rows
+from longfill.partition.comm import ROUND_BYTES
 from longfill.units import NumPages, PageSize, pages_for
 from longfill.worker.sampler import ROW_BYTES
 
@@ -34,6 +35,8 @@ BLOCK_BYTES = 128 * 2**20
 """Bytes of queries, their latent form and outputs that a layer's rows hold at once; a step of more rows is cut."""
 MIN_BLOCK_ROWS = 128
 """Rows below which the matrix products of a block would no longer be worth reading their weights."""
+CONTEXT_COPIES = 3
+"""Of gathered contexts: as they come, in order, and index keys beside the latent rows."""
 PROMPT_LOGITS_ROWS = 64
 """Rows of logits at least that prompt_logprobs may take at once: enough to share one reading of the head's weights."""
 PROCESS_FLOOR = 320 * 2**20
@@ -82,14 +85,13 @@ class MemoryPlan:
 
 def budget_bytes(args: EngineArgs) -> int:
     """The budget as given, or the stated share of what the cgroup allows. Raises CapacityError for one beyond that."""
-    limit = cgroup_memory_limit()
+    limit, ranks = cgroup_memory_limit(), args.local_ranks
     if args.memory_budget is None:
-        return int(limit * DEFAULT_MEMORY_SHARE)
+        return int(limit * DEFAULT_MEMORY_SHARE) // ranks
     budget = parse_bytes(args.memory_budget)
-    if budget > limit:
-        raise CapacityError(
-            f"--memory-budget {args.memory_budget}: this process may use {_mib(limit)} (cgroup or machine); give less"
-        )
+    if budget * ranks > limit:
+        who = "this process may use" if ranks == 1 else f"{ranks} ranks take it each, and together may use"
+        raise CapacityError(f"--memory-budget {args.memory_budget}: {who} {_mib(limit)} (cgroup or machine); give less")
     return budget
 
 
@@ -104,14 +106,16 @@ def process_reserve(rss_bytes: int) -> int:
 
 def plan_memory(
     args: EngineArgs, config: ModelConfig, layout: RecordLayout, kernels: KernelChoice, *,
-    process_bytes: int, weight_bytes: int,
+    process_bytes: int, weight_bytes: int, most_pages: NumPages | None = None,
 ) -> MemoryPlan:  # fmt: skip
-    """Divide the budget. `process_bytes` is what the process holds before the model; `weight_bytes` all weights.
+    """Divide the budget. `process_bytes` is what the process holds before the model; `weight_bytes` all its weights.
+    `most_pages`: that all ranks can have, if one has fewer than the others.
 
     Raises CapacityError when one request of `max_model_len` does not fit, naming the largest length that would.
     """
     budget = budget_bytes(args)
     longest = args.max_model_len or config.max_position_embeddings
+    span = PageSize(layout.page_size * args.decode_context_parallel_size)
 
     def fixed(max_model_len: int) -> list[MemoryRow]:
         return _fixed_rows(args, config, layout, kernels, max_model_len, process_bytes, weight_bytes)
@@ -120,20 +124,22 @@ def plan_memory(
     page_cost = layout.record_bytes + PAGE_BOOKKEEPING
 
     def needed(max_model_len: int) -> int:
-        pages = override if override is not None else _request_pages(max_model_len, layout.page_size)
+        pages = override if override is not None else _request_pages(max_model_len, span)
         return sum(row.bytes for row in fixed(max_model_len)) + pages * page_cost
 
     def fits(max_model_len: int) -> bool:
-        pages = _request_pages(max_model_len, layout.page_size)
+        pages = _request_pages(max_model_len, span)
         return needed(max_model_len) <= budget and (override is None or pages <= override)
 
     if not fits(longest):
         raise CapacityError(_refusal(args, fixed, needed, fits, longest, budget))
     rows = fixed(longest)
     left = (budget - sum(row.bytes for row in rows)) // page_cost
-    useful = args.max_num_seqs * int(pages_for(longest, layout.page_size)) + 1
+    useful = args.max_num_seqs * int(pages_for(longest, span)) + 1
     num_pages = NumPages(override if override is not None else min(left, useful))
-    request_bytes = layout.pool_bytes(pages_for(longest, layout.page_size))
+    if most_pages is not None:
+        num_pages = min(num_pages, most_pages)
+    request_bytes = layout.pool_bytes(pages_for(longest, span))
     note = (
         f"{num_pages:,} pages x {layout.record_bytes:,} B; {layout.bytes_per_token:,} B a token; "
         f"one request of {longest:,} tokens takes {request_bytes:,} B"
@@ -230,9 +236,36 @@ def _fixed_rows(
         assert layout.index_format is not None
         scratch = _native_index_bytes(args, config, kernels, layout.index_format)
         rows.append(MemoryRow("indexer scratch", scratch, "streaming scores and top-k"))
+    exchange = _exchange_bytes(args, config, layout, kernels, block)
+    if exchange:
+        rows.append(MemoryRow("exchange", exchange, f"what a step sends to and gets from {args.num_ranks - 1} ranks"))
+    if args.decode_context_parallel_size > 1 and args.prefill_context_parallel_size > 1:
+        size = CONTEXT_COPIES * context_workspace_rows(args, max_model_len) * layout.latent_row_bytes
+        rows.append(MemoryRow("gathered contexts", size, "one layer's keys of split prompts, from all ranks"))
     if sizes.context_bytes:
         rows.append(MemoryRow("gather workspace", sizes.context_bytes, f"{sizes.context_rows:,} rows"))
     return rows
+
+
+def _exchange_bytes(
+    args: EngineArgs, config: ModelConfig, layout: RecordLayout, kernels: KernelChoice, block: int
+) -> int:
+    """Bytes that a step holds at most because there are several ranks: rows of others, partial results, expert rows."""
+    if args.num_ranks == 1 and not args.deterministic:
+        return 0
+    size, tokens, c = _element_bytes(config), args.max_num_batched_tokens, config
+    index = 0 if c.indexer is None else layout.index_head_dim * 4 + 4
+    keys = 3 * (layout.latent_row_bytes + index)
+    rows = size * ((c.q_lora_rank or 0) + 2 * c.hidden_size) + 5 * 4 * c.hidden_size
+    total = tokens * (keys + rows)
+    if args.decode_context_parallel_size > 1 or args.deterministic:
+        heads = c.num_heads
+        total += block * heads * (2 * size * (c.kv_lora_rank + c.qk_rope_head_dim) + 5 * 4 * (c.kv_lora_rank + 1))
+        total += block * 6 * 8 * (kernels.topk or 0) * args.decode_context_parallel_size
+    if args.enable_expert_parallel and c.moe is not None:
+        outputs = tokens * c.moe.experts_per_token * c.hidden_size
+        total += 3 * min(ROUND_BYTES, 4 * outputs) + 2 * outputs * size
+    return total
 
 
 def _native_index_bytes(args: EngineArgs, config: ModelConfig, kernels: KernelChoice, index_format: str) -> int:

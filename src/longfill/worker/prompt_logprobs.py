@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 from torch import Tensor
 
 from longfill.partition import StepPlan
@@ -48,20 +49,21 @@ class _Wanted:
 
 
 def prompt_logprobs(
-    hidden_TC: Tensor, plan: StepPlan, inputs: Sequence[PromptInput], head: Callable[[Tensor], Tensor], *,
-    block_rows: int,
-) -> tuple[dict[str, PromptLogprobs], dict[str, str]]:  # fmt: skip
+    plan: StepPlan, inputs: Sequence[PromptInput], head: Callable[[Int64Array], Tensor | None], *, block_rows: int
+) -> tuple[dict[str, PromptLogprobs], dict[str, str]]:
     """Each input's log-probabilities by request id, and why some requests get none (id -> error).
 
-    `hidden_TC` are all rows of the step behind the final norm, and `head` makes fp32 logits [R, V] of R of them, which
-    are at most `block_rows`. Each input belongs to another request of the plan.
+    `head` makes fp32 logits [R, V] of R rows of the batch (int64 [R]), at most `block_rows`; all ranks must call it,
+    and on those where it gives None nothing is found. Each input belongs to another request of the plan.
     """
     wanted = _wanted_rows(plan, inputs)
     found: dict[str, PromptLogprobs] = {given.request_id: {} for given in inputs}
     failed: dict[str, str] = {}
     for start in range(0, len(wanted), block_rows):
         block = wanted[start : start + block_rows]
-        logits_RV = head(hidden_TC[[each.row for each in block]])
+        logits_RV = head(np.array([each.row for each in block], dtype=np.int64))
+        if logits_RV is None:
+            continue
         entries = logprobs_of(logits_RV, [(each.token_id, each.num_likeliest) for each in block])
         for each, entry in zip(block, entries, strict=True):
             if entry is None:

@@ -20,13 +20,13 @@ from torch import Tensor
 
 from longfill.config import EngineArgs
 from longfill.errors import ConfigError
-from longfill.kernels.interface import StepRows
 from longfill.models.config import ModelConfig
+from longfill.models.decoder import Decoder
 from longfill.models.draft import DraftLayer
+from longfill.models.rows import RankRows
+from longfill.parallel.group import Group
 from longfill.partition import StepPlan, StepRequest
 from longfill.partition.lengths import Int64Array
-from longfill.request import SamplingParams
-from longfill.worker.batch import step_rows
 from longfill.worker.sampler import LogitsError, SampledToken, SampleInput, draft_token, verify
 
 Sampled = dict[str, tuple[SampledToken, ...]]
@@ -87,17 +87,33 @@ def _last_row(request: StepRequest, tokens: Sequence[SampledToken], end: int) ->
     return end - request.num_drafts + len(tokens) - 2
 
 
+def share_sampled(sampled: Sampled | None, plan: StepPlan, group: Group) -> Sampled:
+    """What the first rank has sampled, on every rank; there without log-probabilities."""
+    if group.size == 1 and sampled is not None:
+        return sampled
+    sampling = [request for request in plan.requests if request.samples]
+    shape = (len(sampling), 1 + max((request.num_drafts for request in sampling), default=0))
+    ids = torch.full(shape, -1)
+    for row, request in zip(ids, sampling, strict=True):
+        tokens = (sampled or {}).get(request.request_id, ())
+        row[: len(tokens)] = torch.tensor([token.token_id for token in tokens])
+    ids = group.from_first("sampled_tokens", ids, shape, torch.int64)
+    if sampled is not None:
+        return sampled
+    lists = [[token for token in row if token >= 0] for row in ids.tolist()]
+    found = zip(sampling, lists, strict=True)
+    return {request.request_id: tuple(map(SampledToken, tokens)) for request, tokens in found if tokens}
+
+
 @dataclasses.dataclass(frozen=True)
 class _Guess:
     """A request whose next tokens are guessed, from the row at `position` on."""
 
     request: StepRequest
     row: int
+    """Of the batch."""
     position: int
-    params: SamplingParams
-    seed: int
-    output_index: int
-    """Of the first token that is guessed."""
+    num_sampled: int
 
 
 class Drafter:
@@ -109,27 +125,31 @@ class Drafter:
     """
 
     def __init__(
-        self, layer: DraftLayer, plan: Callable[[Sequence[StepRequest]], StepPlan], *, num_tokens: int, page_size: int,
-        max_model_len: int,
+        self, layer: DraftLayer, decoder: Decoder, plan: Callable[[Sequence[StepRequest]], tuple[StepPlan, RankRows]],
+        *, num_tokens: int, page_tokens: int, max_model_len: int,
     ) -> None:  # fmt: skip
+        """`plan` makes the plan of a step and this rank's rows; `page_tokens`: that one entry of a page table holds."""
         self._layer = layer
+        self._decoder = decoder
         self._plan = plan
         self._num_tokens = num_tokens
-        self._page_size = page_size
+        self._page_tokens = page_tokens
         self._max_model_len = max_model_len
 
     def draft(
-        self, plan: StepPlan, rows: StepRows, hidden_TC: Tensor, sampled: Sampled, inputs: Sequence[SampleInput]
+        self, plan: StepPlan, rows: RankRows, normed_OC: Tensor, sampled: Sampled, inputs: Sequence[SampleInput]
     ) -> dict[str, tuple[int, ...]]:
         """The drafts of each request in `sampled`: as many as asked for, fewer where its pages or positions end.
 
-        `hidden_TC` holds the step's hidden states behind the final norm, and is overwritten. `inputs` are those that
-        the step sampled with.
+        `normed_OC` holds the hidden states behind the final norm of the rows that this rank holds, and is overwritten.
+        `inputs` are those that the first rank sampled with; other ranks have none, and get its drafts.
         """
-        behind_T = torch.from_numpy(tokens_behind(plan, sampled))
-        y_TC = self._layer.forward(dataclasses.replace(rows, token_ids_T=behind_T), hidden_TC)
-        guesses = _guesses(plan, sampled, inputs)
-        z_SC = self._layer.norm(y_TC[[guess.row for guess in guesses]])
+        layer = self._layer
+        behind_O = torch.from_numpy(tokens_behind(plan, sampled)[plan.share.rows[plan.share.own]])
+        y_OC = layer.forward(dataclasses.replace(rows, token_ids_O=behind_O), normed_OC)
+        guesses = _guesses(plan, sampled)
+        given = {row.request_id: row for row in inputs}
+        z_SC = self._collect(plan, y_OC, [guess.row for guess in guesses])
         drafts: dict[str, list[int]] = {guess.request.request_id: [] for guess in guesses}
         for count in range(self._num_tokens):
             going = [i for i, guess in enumerate(guesses) if count == 0 or guess.position + count < self._end(guess)]
@@ -138,10 +158,29 @@ class Drafter:
             guesses = [guesses[i] for i in going]
             if count:
                 z_SC = self._step(guesses, drafts, count, z_SC[going])
-            for guess, logits_V in zip(guesses, self._layer.logits(z_SC), strict=True):
-                token = draft_token(logits_V, guess.params, guess.seed, guess.output_index + count)
+            for guess, token in zip(guesses, self._choose(guesses, given, count, layer.logits(z_SC)), strict=True):
                 drafts[guess.request.request_id].append(token)
         return {request_id: tuple(tokens) for request_id, tokens in drafts.items()}
+
+    def _choose(
+        self, guesses: list[_Guess], given: Mapping[str, SampleInput], count: int, logits_SV: Tensor | None
+    ) -> list[int]:
+        """One token for each guess, drawn on the first rank and known to all."""
+        tokens: Tensor | None = None
+        if logits_SV is not None:
+            tokens = torch.empty(len(guesses), dtype=torch.int64)
+            for i, (guess, logits_V) in enumerate(zip(guesses, logits_SV, strict=True)):
+                own = given[guess.request.request_id]
+                index = own.output_index + guess.num_sampled + count
+                tokens[i] = draft_token(logits_V, own.params, own.seed, index)
+        known = self._decoder.mesh.world.from_first("drafts", tokens, (len(guesses),), torch.int64)
+        drawn: list[int] = known.tolist()
+        return drawn
+
+    def _collect(self, plan: StepPlan, y_OC: Tensor, batch_rows: list[int]) -> Tensor:
+        """z [S, C] of some rows of the batch, on every rank."""
+        pick = plan.share.pick(np.array(batch_rows, dtype=np.int64))
+        return self._layer.norm(self._decoder.collect(y_OC, pick))
 
     def _step(self, guesses: list[_Guess], drafts: Mapping[str, list[int]], count: int, z_SC: Tensor) -> Tensor:
         """One row a request, `count` positions behind the one that guessed first: its newest draft is the token."""
@@ -156,30 +195,21 @@ class Drafter:
             )
             for guess in guesses
         ]
-        return self._layer.norm(self._layer.forward(step_rows(self._plan(parts)), z_SC))
+        plan, rows = self._plan(parts)
+        own = torch.from_numpy(plan.share.rows[plan.share.own])
+        return self._collect(plan, self._layer.forward(rows, z_SC[own]), list(range(len(parts))))
 
     def _end(self, guess: _Guess) -> int:
         """Positions that the layer's rows of a request may stand on."""
-        return min(self._max_model_len, guess.request.pages.size * self._page_size)
+        return min(self._max_model_len, guess.request.pages.size * self._page_tokens)
 
 
-def _guesses(plan: StepPlan, sampled: Sampled, inputs: Sequence[SampleInput]) -> list[_Guess]:
-    by_id = {row.request_id: row for row in inputs}
+def _guesses(plan: StepPlan, sampled: Sampled) -> list[_Guess]:
     guesses = []
     for request, start in zip(plan.requests, plan.query_starts.tolist(), strict=False):
         tokens = sampled.get(request.request_id)
         if tokens is None:
             continue
         row = _last_row(request, tokens, start + request.query_len)
-        given = by_id[request.request_id]
-        guesses.append(
-            _Guess(
-                request=request,
-                row=row,
-                position=request.start + row - start,
-                params=given.params,
-                seed=given.seed,
-                output_index=given.output_index + len(tokens),
-            )
-        )
+        guesses.append(_Guess(request, row, request.start + row - start, len(tokens)))
     return guesses

@@ -1,6 +1,7 @@
-"""One rank: a loaded model over its pool of pages, turning a step's plan into sampled tokens.
+"""One rank: its part of a loaded model over its pool of pages, turning a step's plan into sampled tokens.
 
-May import torch, models, kernels and partition. Invariant: all memory is reserved by the plan made at start.
+May import torch, models, kernels, parallel and partition. Invariant: all memory is reserved by the plan made at start;
+all ranks run the same steps, and the first one samples.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ import torch
 from torch import Tensor
 
 from longfill.cache.layout import RecordLayout
-from longfill.config import EngineArgs, cache_formats, default_threads
+from longfill.config import DETERMINISTIC_SLICES, EngineArgs, cache_formats, default_threads
+from longfill.errors import ConfigError
 from longfill.kernels.interface import ScreenCounts
 from longfill.kernels.select import choose_kernels, make_backends
 from longfill.kernels.workspace import Workspace
@@ -24,11 +26,19 @@ from longfill.models.attention import Attend
 from longfill.models.config import ModelConfig
 from longfill.models.decoder import Decoder
 from longfill.models.draft import DraftLayer
-from longfill.models.loading import load_model, weight_bytes
+from longfill.models.key_slices import KeySlices
+from longfill.models.loading import load_model
 from longfill.models.rope import inverse_frequencies, softmax_scale
+from longfill.models.rows import RankRows
+from longfill.models.shard_attention import ShardAttend
+from longfill.models.shards import WeightShards
+from longfill.models.weight_bytes import weight_bytes
+from longfill.parallel.mesh import Mesh
 from longfill.partition import StepPlan, StepRequest, indexer_workspace_rows, plan_step
+from longfill.partition.lengths import Int64Array
+from longfill.partition.spread import Cut
 from longfill.units import NumPages, PageSize
-from longfill.worker.batch import step_rows
+from longfill.worker.batch import rank_rows
 from longfill.worker.memory import (
     MemoryPlan,
     block_rows,
@@ -41,10 +51,13 @@ from longfill.worker.memory import (
 from longfill.worker.pool import allocate_pool, latent_scales, layer_caches
 from longfill.worker.prompt_logprobs import PromptInput, PromptLogprobs, prompt_logprobs
 from longfill.worker.sampler import SampledToken, SampleInput
-from longfill.worker.speculate import Drafter, Sampled, check_draft_layer, verify_step
+from longfill.worker.speculate import Drafter, Sampled, share_sampled, verify_step
 from longfill.worker.tails import Tails
 
 logger = logging.getLogger(__name__)
+
+MIN_SCORE_ROWS = 16
+"""Rows from which on TP ranks share the indexer's scoring: below, the exchange of indices costs more (measured)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,15 +77,20 @@ class StepResult:
     """What the indexer's screen did in the model's own layers."""
     failed: dict[str, str]
     """Request id -> why, for rows whose logits allow no token."""
+    comm: dict[str, int]
+    """Bytes that this rank has sent to others, by what they were."""
     prompt_logprobs: dict[str, PromptLogprobs]
     """Of each request that wants them and has rows before tokens of its prompt in this step: those tokens'."""
 
 
 class Worker:
-    """Loads a model folder and runs steps. Raises ModelError, ConfigError or CapacityError before any work."""
+    """Loads a rank's part of a model folder and runs steps. All ranks of `mesh` make theirs at the same time.
 
-    def __init__(self, args: EngineArgs, folder: Path, config: ModelConfig) -> None:
-        check_draft_layer(args, config)
+    Raises ModelError, ConfigError or CapacityError before any work.
+    """
+
+    def __init__(self, args: EngineArgs, folder: Path, config: ModelConfig, mesh: Mesh) -> None:
+        self.mesh = mesh
         self.num_threads = threads = args.num_threads or default_threads()
         torch.set_num_threads(threads)
         self.args = args
@@ -88,32 +106,56 @@ class Worker:
             index_format=self.layout.index_format,
             index_head_dim=self.layout.index_head_dim,
         )
+        if args.deterministic and not self.kernels.native:
+            raise ConfigError(
+                "--deterministic needs the native kernels, whose products do not depend on a rank's share of the "
+                f"outputs; this model would run on the reference ({self.kernels.why_reference})"
+            )
+        self.cut = Cut(mesh.shape, mesh.rank, args.pcp_split, args.cp_kv_cache_interleave_size, MIN_SCORE_ROWS)
         backend, index_backend = make_backends(self.kernels, dtype, threads)
         mtp = args.num_speculative_tokens > 0
+        shards = weight_shards(args, mesh)
+        sizes = weight_bytes(folder, config, dtype, backend, mtp=mtp, shards=shards)
         self.memory: MemoryPlan = plan_memory(
-            args, config, self.layout, self.kernels,
-            process_bytes=process_bytes, weight_bytes=weight_bytes(folder, config, dtype, backend, mtp=mtp),
-        )  # fmt: skip
+            args, config, self.layout, self.kernels, process_bytes=process_bytes, weight_bytes=sizes
+        )
+        fewest = mesh.world.smallest("pages", self.memory.num_pages)
+        if fewest < self.memory.num_pages:
+            self.memory = plan_memory(
+                args, config, self.layout, self.kernels, process_bytes=process_bytes, weight_bytes=sizes,
+                most_pages=NumPages(fewest),
+            )  # fmt: skip
         logger.info("kernels: %s", "; ".join(f"{operation}: {path}" for operation, path in self.kernels.paths.items()))
         workspace = Workspace(self.memory.workspace)
-        weights = load_model(folder, config, dtype, backend, mtp=mtp)
+        weights = load_model(folder, config, dtype, backend, mtp=mtp, shards=shards)
         self._logits_rows = logits_rows(args, self.kernels)
         self._workspace_rows = context_workspace_rows(args, self.memory.max_model_len)
         self.pool = allocate_pool(self.layout, NumPages(self.memory.num_pages))
         rope_gain = inverse_frequencies(config.rope)[1]
         caches = layer_caches(self.pool, self.layout, latent_scales(weights, rope_gain))
-        attend = Attend(self.kernels, backend, index_backend, workspace, softmax_scale(config))
+        attend, shard_attend = _attention(args, mesh, Attend(
+            self.kernels, backend, index_backend, workspace, softmax_scale(config),
+            KeySlices(DETERMINISTIC_SLICES, args.cp_kv_cache_interleave_size) if args.deterministic else None,
+        ))  # fmt: skip
         self.decoder = Decoder(
-            config, weights, caches, backend, attend, block_rows=block_rows(args, config, self.kernels)
-        )
+            config, weights, caches, backend, attend, shard_attend, mesh, shards,
+            block_rows=block_rows(args, config, self.kernels), interleave=args.cp_kv_cache_interleave_size,
+            all2all=args.all2all_backend,
+        )  # fmt: skip
         self.tails = Tails()
         """What `execute` leaves for the next steps' `resolve`, which must come after all steps before them."""
         self._drafter: Drafter | None = None
         if weights.mtp is not None:
             self._drafter = Drafter(
-                DraftLayer(self.decoder, weights.mtp), self.plan, num_tokens=args.num_speculative_tokens,
-                page_size=args.block_size, max_model_len=self.memory.max_model_len,
+                DraftLayer(self.decoder, weights.mtp), self.decoder, self._plan_and_rows,
+                num_tokens=args.num_speculative_tokens, page_tokens=self.page_tokens,
+                max_model_len=self.memory.max_model_len,
             )  # fmt: skip
+
+    @property
+    def page_tokens(self) -> PageSize:
+        """Tokens under one entry of a page table: a page on every rank of a DCP group."""
+        return PageSize(self.layout.page_size * self.mesh.shape.dcp)
 
     def plan(self, requests: Sequence[StepRequest]) -> StepPlan:
         """The step's integers, under this rank's limits."""
@@ -126,26 +168,30 @@ class Worker:
             ),
             max_logits_bytes=max_logits_bytes(self.args, self.memory.max_model_len),
             workspace_rows=self._workspace_rows,
+            cut=self.cut,
         )
+
+    def _plan_and_rows(self, requests: Sequence[StepRequest]) -> tuple[StepPlan, RankRows]:
+        plan = self.plan(requests)
+        return plan, rank_rows(plan, self.cut)
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan, inputs: Sequence[SampleInput], prompts: Sequence[PromptInput] = ()) -> StepResult:
-        """Run a plan; `inputs` belong to its sampling requests, in order.
+        """Run a plan on the first rank; `inputs` belong to its sampling requests, in order.
 
         `prompts` say whose rows are to give log-probabilities of prompt tokens. They cost the head for each of them.
         """
-        rows = step_rows(plan)
-        all_rows = self._drafter is not None or bool(prompts)
-        hidden = self.decoder.forward(rows, all_rows=all_rows)
+        self.mesh.comm.take()
+        rows = rank_rows(plan, self.cut)
+        hidden_OC = self.decoder.forward(rows)
         seconds: dict[str, float] = {}
-        found: dict[str, PromptLogprobs] = {}
-        unusable: dict[str, str] = {}
+        # Before there are other logits, which then need not fit beside these.
+        start = time.perf_counter()
+        found, unusable = self._prompt_logprobs(plan, hidden_OC, prompts)
         if prompts:
-            # Before there are other logits, which then need not fit beside these.
-            start = time.perf_counter()
-            found, unusable = prompt_logprobs(hidden, plan, prompts, self.decoder.head, block_rows=self._logits_rows)
             seconds["logprobs"] = time.perf_counter() - start
-        logits_SV = self.decoder.logits(hidden[rows.sample_rows_S] if all_rows else hidden)
+        logits_SV = self._logits(plan, hidden_OC, plan.sample_rows)
+        assert logits_SV is not None, "the first rank has the logits"
         start = time.perf_counter()
         sampled, failed = verify_step(logits_SV, plan, inputs)
         sampled = {name: tokens for name, tokens in sampled.items() if name not in unusable}
@@ -154,12 +200,42 @@ class Worker:
         drafts: dict[str, tuple[int, ...]] = {}
         if self._drafter is not None:
             start = time.perf_counter()
-            drafts = self._drafter.draft(plan, rows, hidden, sampled, inputs)
+            sampled = share_sampled(sampled, plan, self.mesh.world)
+            drafts = self._drafter.draft(plan, rows, self.decoder.norm(hidden_OC), sampled, inputs)
             seconds["draft"] = time.perf_counter() - start
         self._keep_tails(plan, sampled, drafts)
         firsts = dict(zip([row.request_id for row in inputs], plan.sample_starts.tolist(), strict=False))
         logits = {name: logits_SV[firsts[name] : firsts[name] + len(tokens)] for name, tokens in sampled.items()}
-        return StepResult(sampled, logits, drafts, seconds, screen, failed | unusable, found)
+        comm, waited = self.mesh.comm.take(), self.mesh.comm.take_seconds()
+        if comm:
+            seconds["wait"] = sum(waited.values())
+        return StepResult(sampled, logits, drafts, seconds, screen, failed | unusable, comm, found)
+
+    @torch.inference_mode()
+    def follow(self, requests: Sequence[StepRequest], prompts: Sequence[PromptInput] = ()) -> dict[str, int]:
+        """Run a step of the first rank's on another one. Returns the bytes that it has sent, by what they were."""
+        self.mesh.comm.take()
+        plan, rows = self._plan_and_rows(requests)
+        hidden_OC = self.decoder.forward(rows)
+        self._prompt_logprobs(plan, hidden_OC, prompts)
+        self._logits(plan, hidden_OC, plan.sample_rows)
+        if self._drafter is not None:
+            sampled = share_sampled(None, plan, self.mesh.world)
+            self._drafter.draft(plan, rows, self.decoder.norm(hidden_OC), sampled, ())
+        self.mesh.comm.take_seconds()
+        return self.mesh.comm.take()
+
+    def _logits(self, plan: StepPlan, hidden_OC: Tensor, batch_rows: Int64Array) -> Tensor | None:
+        """fp32 [S, vocabulary] of some rows of the batch, on the first rank."""
+        decoder = self.decoder
+        return decoder.logits(decoder.norm(decoder.collect(hidden_OC, plan.share.pick(batch_rows))))
+
+    def _prompt_logprobs(
+        self, plan: StepPlan, hidden_OC: Tensor, prompts: Sequence[PromptInput]
+    ) -> tuple[dict[str, PromptLogprobs], dict[str, str]]:
+        return prompt_logprobs(
+            plan, prompts, lambda rows: self._logits(plan, hidden_OC, rows), block_rows=self._logits_rows
+        )
 
     def _keep_tails(self, plan: StepPlan, sampled: Sampled, drafts: dict[str, tuple[int, ...]]) -> None:
         for request in plan.requests:
@@ -171,6 +247,28 @@ class Worker:
             else:
                 ids = [token.token_id for token in tokens]
                 self.tails.book(request, ids, drafts.get(request.request_id, ()))
+
+
+def weight_shards(args: EngineArgs, mesh: Mesh) -> WeightShards:
+    """The parts of the weights that a rank of the mesh holds."""
+    return WeightShards(
+        tp_rank=mesh.tp.rank,
+        tp_size=mesh.tp.size,
+        ep_rank=mesh.ep.rank,
+        ep_size=mesh.ep.size,
+        expert_parallel=args.enable_expert_parallel,
+        deterministic=args.deterministic,
+    )
+
+
+def _attention(args: EngineArgs, mesh: Mesh, attend: Attend) -> tuple[Attend, ShardAttend | None]:
+    """`attend`, and with DCP what runs rows over the shards of several ranks."""
+    dcp = mesh.shape.dcp
+    if dcp == 1:
+        return attend, None
+    count = DETERMINISTIC_SLICES if args.deterministic else dcp
+    slices = KeySlices(count, args.cp_kv_cache_interleave_size, dcp, mesh.dcp.rank)
+    return attend, ShardAttend(attend, mesh, slices, args.dcp_comm_backend)
 
 
 def record_layout(args: EngineArgs, config: ModelConfig) -> RecordLayout:

@@ -4,7 +4,7 @@ from longfill.kernels.cpu.attention import attention_scratch_bytes
 from longfill.kernels.cpu.backend import NativeBackend
 from longfill.kernels.cpu.experts import experts_scratch_bytes, route_scratch_bytes
 from longfill.kernels.cpu.extension import available, describe, isa_names, selected_isa
-from longfill.kernels.cpu.indexer import check_screen, index_topk, scratch_bytes
+from longfill.kernels.cpu.indexer import check_screen, index_topk, merge_scratch_bytes, scratch_bytes
 from longfill.kernels.cpu.linear import linear_scratch_bytes, mlp_scratch_bytes, per_head_scratch_bytes
 from longfill.kernels.cpu.rows import row_scratch_bytes
 from longfill.kernels.cpu.selftest import self_test
@@ -19,6 +19,7 @@ __all__ = [
     "index_topk",
     "isa_names",
     "linear_scratch_bytes",
+    "merge_scratch_bytes",
     "mlp_scratch_bytes",
     "per_head_scratch_bytes",
     "route_scratch_bytes",

@@ -12,7 +12,7 @@ def index_topk(
     weights: Tensor,
     values: Tensor,
     scales: Tensor | None,
-    rows: Sequence[tuple[int, int, int, Tensor]],
+    rows: Sequence[tuple[int, int, int, Tensor | None, Tensor]],
     selection: Tensor,
     scores: Tensor | None,
     screen: str,
@@ -21,6 +21,8 @@ def index_topk(
 def index_topk_scratch_bytes(
     isa: str, fp8_keys: bool, heads: int, dim: int, k: int, screen: str, num_threads: int
 ) -> int: ...
+def merge_topk(isa: str, scores: Tensor, positions: Tensor, selection: Tensor, num_threads: int) -> None: ...
+def merge_topk_scratch_bytes(entries: int, num_threads: int) -> int: ...
 def screen_check(
     isa: str,
     queries: Tensor,
@@ -62,6 +64,15 @@ def experts(
     ids: Tensor,
     factors: Tensor,
     x: Tensor,
+    out: Tensor,
+    num_threads: int,
+) -> None: ...
+def fold_experts(
+    isa: str,
+    outputs: Tensor,
+    slots: Tensor,
+    factors: Tensor,
+    shared: Tensor | None,
     out: Tensor,
     num_threads: int,
 ) -> None: ...
@@ -148,6 +159,7 @@ def sparse_mla(
     selection: Tensor,
     scale: float,
     out: Tensor,
+    lse: Tensor | None,
     num_threads: int,
 ) -> None: ...
 def dense_mla(
@@ -156,7 +168,7 @@ def dense_mla(
     layout: tuple[str, int, int, float, float],
     pool: Tensor,
     pages: Tensor,
-    first_position: int,
+    visible: Tensor,
     scale: float,
     out: Tensor,
     lse: Tensor | None,

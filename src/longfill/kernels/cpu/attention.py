@@ -26,14 +26,18 @@ def sparse_mla(
     out_THR: Tensor,
     *,
     context_LX: Tensor | None = None,
+    lse_TH: Tensor | None = None,
     num_threads: int,
     isa: str | None = None,
 ) -> None:
     """Attention of rows over their selected positions, written to `out_THR` ([T, H, R], bf16 or fp32).
 
     `q_THX`: [T, H, R + P], bf16 or fp32, heads contiguous, any row and head stride; `selection_TK`: int32 [T, K],
-    negative entries select nothing, and a row that selects nothing gives 0. Keys come from the pages or from
-    `context_LX` ([L, R + P], bf16 or fp32, as `gather_rows` fills it). `scale` is positive.
+    negative entries select nothing, and a row that selects nothing gives 0 and the LSE -inf. Keys come from the pages
+    or from `context_LX` ([L, R + P], bf16 or fp32, as `gather_rows` fills it). `scale` is positive.
+
+    `lse_TH`, if given, receives the natural-log log-sum-exp of the scaled scores (fp32 [T, H]); where weights are
+    rounded to bf16, of the rounded ones, so that partial outputs merge by it to the whole.
 
     Raises ValueError for shapes, strides, dtypes, positions or pages that do not fit together.
     """
@@ -49,6 +53,7 @@ def sparse_mla(
         selection_TK,
         scale,
         out_THR,
+        lse_TH,
         num_threads,
     )
 
@@ -57,7 +62,7 @@ def dense_mla(
     q_THX: Tensor,
     cache: LatentCache,
     request: RequestRows,
-    first_position: int,
+    visible_T: Tensor,
     scale: float,
     out_THR: Tensor,
     *,
@@ -65,9 +70,9 @@ def dense_mla(
     num_threads: int,
     isa: str | None = None,
 ) -> None:
-    """Causal attention written to `out_THR`; row i sits at `first_position + i`. Arguments as in `sparse_mla`.
+    """Causal attention written to `out_THR`: row i sees the first `visible_T[i]` keys (int64 [T], nondecreasing).
 
-    `lse_TH`, if given, receives the natural-log log-sum-exp of the scaled scores (fp32 [T, H]).
+    Other arguments as in `sparse_mla`. A row that sees no key gives 0 and the LSE -inf.
     """
     from longfill.kernels.cpu import _native
 
@@ -77,7 +82,7 @@ def dense_mla(
         _layout(cache),
         cache.rows_NBX,
         request.pages,
-        first_position,
+        visible_T,
         scale,
         out_THR,
         lse_TH,

@@ -73,20 +73,26 @@ class NativeBackend:
     def rms_norm(self, x_TC: Tensor, weight_C: Tensor, eps: float) -> Tensor:
         return rows.rms_norm(x_TC, weight_C, eps, num_threads=self.num_threads)
 
-    def mlp(self, x_TC: Tensor, weights: Mlp) -> Tensor:
-        return linear.mlp(x_TC, cast(packing.PackedMlp, weights), num_threads=self.num_threads)
+    def mlp(self, x_TC: Tensor, weights: Mlp, *, dtype: torch.dtype | None = None) -> Tensor:
+        return linear.mlp(x_TC, cast(packing.PackedMlp, weights), dtype=dtype, num_threads=self.num_threads)
+
+    def route(self, x_TC: Tensor, router: Linear, bias_E: Tensor | None, choice: ExpertChoice) -> tuple[Tensor, Tensor]:
+        packed = cast(packing.PackedLinear, router)
+        return experts.route(x_TC, packed, bias_E, choice, num_threads=self.num_threads)
 
     def experts(
-        self, x_TC: Tensor, router: Linear, bias_E: Tensor | None, choice: ExpertChoice, experts_: Sequence[Mlp],
-        shared: Mlp | None,
+        self, x_TC: Tensor, ids_TK: Tensor, weights_TK: Tensor, experts_: Sequence[Mlp], shared: Mlp | None, *,
+        dtype: torch.dtype | None = None,
     ) -> Tensor:  # fmt: skip
-        ids_TK, weights_TK = experts.route(
-            x_TC, cast(packing.PackedLinear, router), bias_E, choice, num_threads=self.num_threads
-        )
         return experts.experts(
             x_TC, ids_TK, weights_TK, cast(Sequence[packing.PackedMlp], experts_),
-            cast(packing.PackedMlp | None, shared), num_threads=self.num_threads,
+            cast(packing.PackedMlp | None, shared), dtype=dtype, num_threads=self.num_threads,
         )  # fmt: skip
+
+    def fold_experts(
+        self, y_SC: Tensor, slots_TK: Tensor, weights_TK: Tensor, shared_TC: Tensor | None, *, dtype: torch.dtype
+    ) -> Tensor:
+        return experts.fold_experts(y_SC, slots_TK, weights_TK, shared_TC, dtype=dtype, num_threads=self.num_threads)
 
     def rotate(self, x_THP: Tensor, cos_TF: Tensor, sin_TF: Tensor, out_THP: Tensor, *, interleaved: bool) -> None:
         rows.rotate(x_THP, cos_TF, sin_TF, interleaved, out_THP, num_threads=self.num_threads)
@@ -118,26 +124,33 @@ class NativeBackend:
 
     def index_topk(
         self, q_TID: Tensor, w_TI: Tensor, cache: IndexCache, chunks: IndexChunks, selection_TK: Tensor,
-        workspace: Workspace,
+        workspace: Workspace, *, scores_TK: Tensor | None = None,
     ) -> ScreenCounts:  # fmt: skip
         del workspace  # scores stream through registers
         return indexer.index_topk(
-            q_TID, w_TI, cache, chunks, selection_TK, num_threads=self.num_threads, screen=self.screen
-        )
+            q_TID, w_TI, cache, chunks, selection_TK,
+            num_threads=self.num_threads, scores_TK=scores_TK, screen=self.screen,
+        )  # fmt: skip
+
+    def merge_topk(self, scores_TN: Tensor, positions_TN: Tensor, selection_TK: Tensor) -> None:
+        indexer.merge_topk(scores_TN, positions_TN, selection_TK, num_threads=self.num_threads)
 
     def sparse_mla(
         self, q_THX: Tensor, cache: LatentCache, request: RequestRows, selection_TK: Tensor, scale: float,
-        out_THR: Tensor, context_LX: Tensor | None,
+        out_THR: Tensor, context_LX: Tensor | None, lse_TH: Tensor | None = None,
     ) -> None:  # fmt: skip
         attention.sparse_mla(
-            q_THX, cache, request, selection_TK, scale, out_THR, context_LX=context_LX, num_threads=self.num_threads
-        )
+            q_THX, cache, request, selection_TK, scale, out_THR,
+            context_LX=context_LX, lse_TH=lse_TH, num_threads=self.num_threads,
+        )  # fmt: skip
 
     def dense_mla(
-        self, q_THX: Tensor, cache: LatentCache, request: RequestRows, first_position: int, scale: float,
-        out_THR: Tensor,
+        self, q_THX: Tensor, cache: LatentCache, request: RequestRows, visible_T: Tensor, scale: float,
+        out_THR: Tensor, lse_TH: Tensor | None = None,
     ) -> None:  # fmt: skip
-        attention.dense_mla(q_THX, cache, request, first_position, scale, out_THR, num_threads=self.num_threads)
+        attention.dense_mla(
+            q_THX, cache, request, visible_T, scale, out_THR, lse_TH=lse_TH, num_threads=self.num_threads
+        )
 
     def gather_rows(self, cache: LatentCache, request: RequestRows, out_LX: Tensor) -> None:
         attention.gather_rows(cache, request, out_LX, num_threads=self.num_threads)

@@ -28,20 +28,48 @@ def experts(
     experts: Sequence[PackedMlp],
     shared: PackedMlp | None,
     *,
+    dtype: torch.dtype | None = None,
     num_threads: int,
 ) -> Tensor:
-    """The chosen experts' outputs times their weights, plus the shared expert's: [T, C] in the dtype of `x`.
+    """The chosen experts' outputs times their weights, plus the shared one's: [T, C] in `dtype`, or in x's.
 
     `ids_TK`: int64, ascending in a row; `weights_TK`: fp32. An expert's output is not rounded before it is weighed.
     Raises ValueError for ids that do not ascend or exist, and for shapes, dtypes or strides that do not fit.
     """
     from longfill.kernels.cpu import _native
 
-    out_TC = torch.empty(x_TC.shape, dtype=x_TC.dtype)
+    out_TC = torch.empty(x_TC.shape, dtype=dtype or x_TC.dtype)
     always = None if shared is None else shared.native
     _native.experts(
         [e.native for e in experts], always, to_dlpack(ids_TK), to_dlpack(weights_TK), to_dlpack(x_TC),
         to_dlpack(out_TC), num_threads,
+    )  # fmt: skip
+    return out_TC
+
+
+def fold_experts(
+    y_SC: Tensor,
+    slots_TK: Tensor,
+    weights_TK: Tensor,
+    shared_TC: Tensor | None,
+    *,
+    dtype: torch.dtype,
+    num_threads: int,
+    isa: str | None = None,
+) -> Tensor:
+    """The sum that `experts` forms, bit for bit, over outputs that exist already: [T, C] in `dtype`.
+
+    Row t's k-th output, in ascending order of its experts' ids, is `y_SC[slots_TK[t, k]]`; `y_SC` and `shared_TC` are
+    fp32 with contiguous rows, `slots_TK` is int64, `weights_TK` fp32. `isa` overrides the process's instruction set.
+    Raises ValueError for slots outside `y_SC`, and for shapes, dtypes or strides that do not fit.
+    """
+    chosen = isa or selected_isa()
+    from longfill.kernels.cpu import _native
+
+    out_TC = torch.empty(slots_TK.shape[0], y_SC.shape[1], dtype=dtype)
+    _native.fold_experts(
+        chosen, to_dlpack(y_SC), to_dlpack(slots_TK), to_dlpack(weights_TK),
+        None if shared_TC is None else to_dlpack(shared_TC), to_dlpack(out_TC), num_threads,
     )  # fmt: skip
     return out_TC
 

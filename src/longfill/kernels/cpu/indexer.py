@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from longfill.errors import ConfigError
@@ -57,7 +58,7 @@ def index_topk(
         cache.values_NBX,
         cache.scales_NB,
         [
-            (rows.first_row, rows.num_rows, rows.first_position, rows.request.pages)
+            (rows.first_row, rows.num_rows, rows.first_position, rows.visible_T, rows.request.pages)
             for rows in join_rows(rows for chunk in chunks for rows in chunk)
         ],
         selection_TK,
@@ -83,19 +84,55 @@ def join_rows(scored: Iterable[ScoredRows]) -> list[ScoredRows]:
 
     Chunks are cut to bound the scores that a backend writes down; this one writes none.
     """
-    joined: list[ScoredRows] = []
+    runs: list[list[ScoredRows]] = []
     for rows in scored:
-        last = joined[-1] if joined else None
-        if (
-            last is not None
-            and last.request is rows.request
-            and last.first_row + last.num_rows == rows.first_row
-            and last.first_position + last.num_rows == rows.first_position
-        ):
-            joined[-1] = replace(last, num_rows=last.num_rows + rows.num_rows)
+        if rows.num_rows == 0:
+            continue
+        if runs and _continues(runs[-1][-1], rows):
+            runs[-1].append(rows)
         else:
-            joined.append(rows)
-    return joined
+            runs.append([rows])
+    return [_joined(run) for run in runs]
+
+
+def _continues(before: ScoredRows, rows: ScoredRows) -> bool:
+    """Whether `rows` stand right behind `before`, and see on from where those ended."""
+    if before.request is not rows.request or before.first_row + before.num_rows != rows.first_row:
+        return False
+    if before.visible_T is None or rows.visible_T is None:
+        consecutive = before.visible_T is None and rows.visible_T is None
+        return consecutive and before.first_position + before.num_rows == rows.first_position
+    return bool(before.visible_T[-1] <= rows.visible_T[0])
+
+
+def _joined(run: list[ScoredRows]) -> ScoredRows:
+    if len(run) == 1:
+        return run[0]
+    counts = [rows.visible_T for rows in run if rows.visible_T is not None]
+    visible_T = torch.cat(counts) if counts else None
+    return replace(run[0], num_rows=sum(rows.num_rows for rows in run), visible_T=visible_T)
+
+
+def merge_topk(
+    scores_TN: Tensor, positions_TN: Tensor, selection_TK: Tensor, *, num_threads: int, isa: str | None = None
+) -> None:
+    """Write each row's exact top-k of its candidates into `selection_TK` (int32 [T, K], in place).
+
+    `scores_TN` (fp32) and `positions_TN` (int32) hold the candidates of several shards side by side, as `index_topk`
+    gave them for each shard. Negative positions and scores of NaN or -inf are none; ties go to the lower position;
+    positions ascend, -1 where fewer count. Raises ValueError for shapes or strides that do not fit together.
+    """
+    chosen = isa or selected_isa()
+    from longfill.kernels.cpu import _native
+
+    _native.merge_topk(chosen, scores_TN, positions_TN, selection_TK, num_threads)
+
+
+def merge_scratch_bytes(*, candidates: int, num_threads: int) -> int:
+    """The most bytes that `merge_topk` allocates for rows of so many candidates."""
+    from longfill.kernels.cpu import _native
+
+    return _native.merge_topk_scratch_bytes(candidates, num_threads)
 
 
 def scratch_bytes(

@@ -42,15 +42,15 @@ def per_head(x_THA: Tensor, heads: PackedHeads, out_THB: Tensor, *, num_threads:
     _native.per_head(heads.native, to_dlpack(x_THA), to_dlpack(out_THB), num_threads)
 
 
-def mlp(x_TC: Tensor, weights: PackedMlp, *, num_threads: int) -> Tensor:
-    """SwiGLU: `down(silu(gate x) * up x)` in the dtype of `x`, [T, C] -> [T, C].
+def mlp(x_TC: Tensor, weights: PackedMlp, *, dtype: torch.dtype | None = None, num_threads: int) -> Tensor:
+    """SwiGLU: `down(silu(gate x) * up x)` in `dtype`, by default that of `x`, [T, C] -> [T, C].
 
-    The middle is computed in fp32 and rounded once, to that dtype. Raises ValueError for shapes, dtypes or strides that
-    do not fit.
+    The middle is computed in fp32 and rounded once, to the dtype of `x`. Raises ValueError for shapes, dtypes or
+    strides that do not fit.
     """
     from longfill.kernels.cpu import _native
 
-    out_TC = torch.empty(x_TC.shape, dtype=x_TC.dtype)
+    out_TC = torch.empty(x_TC.shape, dtype=dtype or x_TC.dtype)
     _native.mlp(weights.native, to_dlpack(x_TC), to_dlpack(out_TC), num_threads)
     return out_TC
 

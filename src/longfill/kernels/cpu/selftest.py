@@ -123,7 +123,13 @@ def _product_checks(dtype: torch.dtype) -> list[Check]:
 
     def mixed(backend: Backend) -> Tensor:
         packed = [backend.pack_mlp(expert) for expert in experts]
-        return backend.experts(x_TC, backend.pack(router), None, choice, packed, backend.pack_mlp(experts[0]))
+        ids_TK, weights_TK = backend.route(x_TC, backend.pack(router), None, choice)
+        return backend.experts(x_TC, ids_TK, weights_TK, packed, packed[0])
+
+    def folded(backend: Backend) -> Tensor:
+        slots_TK = torch.arange(2 * ROWS).view(ROWS, 2)
+        y_SC, weights_TK = _random(2 * ROWS, HIDDEN), _random(ROWS, 2)
+        return backend.fold_experts(y_SC, slots_TK, weights_TK, _random(ROWS, HIDDEN), dtype=dtype)
 
     error = _error(dtype)
     return [
@@ -132,7 +138,8 @@ def _product_checks(dtype: torch.dtype) -> list[Check]:
         Check("linear (one row)", lambda backend: backend.linear(x_TC[:1], backend.pack(_weight(dtype))), error),
         Check("per_head", per_head, error),
         Check("mlp", lambda backend: backend.mlp(x_TC, backend.pack_mlp(_mlp(dtype))), error),
-        Check("experts", mixed, error),
+        Check("route or experts", mixed, error),
+        Check("fold_experts", folded, error),
     ]
 
 
@@ -228,7 +235,7 @@ def _attention_checks(dtype: torch.dtype) -> list[Check]:
     def attend(backend: Backend, cache: LatentCache, *, dense: bool) -> Tensor:
         out_THR = torch.empty(ROWS, HEADS, RANK, dtype=dtype)
         if dense:
-            backend.dense_mla(q_THX, cache, REQUEST, REQUEST.start, 0.2, out_THR)
+            backend.dense_mla(q_THX, cache, REQUEST, REQUEST.visible(0, ROWS), 0.2, out_THR)
         else:
             backend.sparse_mla(q_THX, cache, REQUEST, all_TK, 0.2, out_THR, None)
         return out_THR
@@ -258,6 +265,12 @@ def _index_checks() -> list[Check]:
         backend.index_topk(q_TID, w_TI, cache, chunks, selection_TK, workspace)
         return selection_TK
 
+    def merge(backend: Backend) -> Tensor:
+        selection_TK = torch.full((ROWS, TOPK), -1, dtype=torch.int32)
+        positions_TN = torch.arange(2 * CONTEXT, dtype=torch.int32).view(-1, 2).T.flatten().expand(ROWS, -1)
+        backend.merge_topk(_integers(ROWS, 2 * CONTEXT), positions_TN, selection_TK)
+        return selection_TK
+
     def queries(backend: Backend) -> Tensor:
         q_TJ = _random(ROWS, INDEX_HEADS * INDEX_DIM)
         flags = {"interleaved": True, "quantise": True, "w_scale": 0.5}
@@ -275,4 +288,5 @@ def _index_checks() -> list[Check]:
         Check(f"index_topk ({cache.format} keys)", lambda backend, cache=cache: select(backend, cache), 0.0)  # type: ignore[misc]
         for cache in caches
     ]
+    topk.append(Check("merge_topk", merge, 0.0))
     return [*topk, Check("index_queries", queries, FLOAT32_ERROR), Check("store_index_keys", store, FP8_ERROR)]

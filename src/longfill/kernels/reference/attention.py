@@ -1,7 +1,7 @@
 """Absorbed MLA over selected rows (sparse) or over a causal range (dense), with log-sum-exp.
 
-May import torch. Invariant: every tile boundary is counted from position 0 or is one row, and no key beyond a row's own
-position touches it, so a row's bits do not depend on its neighbours. All arithmetic is fp32 over the stored rows.
+May import torch. Invariant: every tile boundary is counted from position 0 or is one row, and no key that a row does
+not see touches it, so a row's bits do not depend on its neighbours. All arithmetic is fp32 over the stored rows.
 
 Formula: DeepSeek-V2 technical report, section 2.1; a query of H heads x (R + P) meets latent rows as one key head, and
 the value is the row's first R numbers. LSE is natural-log based; a row without keys has output 0 and LSE -inf.
@@ -50,13 +50,14 @@ def sparse_mla(
     selection_TK: Tensor,
     scale: float,
     context_LX: Tensor | None = None,
-) -> Tensor:
-    """fp32 [T, H, R]: attention of rows over their selected positions (int32 [T, K], -1 = none).
+) -> tuple[Tensor, Tensor]:
+    """fp32 outputs [T, H, R] and LSE [T, H] of rows over their selected positions (int32 [T, K], -1 = none).
 
     Keys come from the pages directly, or from `context_LX`, the request's gathered context: the same bits either way.
     """
     num_rows, heads, width = q_THX.shape
     out = torch.empty(*q_THX.shape[:2], cache.rank, dtype=torch.float32)
+    lse = torch.empty(q_THX.shape[:2], dtype=torch.float32)
     step = max(1, ATTENTION_TILE_BYTES // (selection_TK.shape[1] * width * 4))
     for first in range(0, num_rows, step):
         span = slice(first, first + step)
@@ -75,17 +76,18 @@ def sparse_mla(
             # Padding may point at a row that was never written: 0 x NaN would reach the output.
             keys_TKX.masked_fill_(empty_TK[..., None], 0.0)
             scores_THK.masked_fill_(empty_TK[:, None], float("-inf"))
+        lse[span] = scores_THK.logsumexp(-1)
         weights_THK = scores_THK.softmax(-1)
         # A softmax over no keys is NaN.
         weights_THK[empty_TK.all(-1)] = 0.0
         out[span] = torch.bmm(weights_THK, keys_TKX[..., : cache.rank])
-    return out
+    return out, lse
 
 
 def dense_mla(
-    q_THX: Tensor, cache: LatentCache, request: RequestRows, first_position: int, scale: float
+    q_THX: Tensor, cache: LatentCache, request: RequestRows, visible_T: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Causal attention: fp32 outputs [T, H, R] and LSE [T, H]; row i sits at `first_position + i`.
+    """Causal attention: fp32 outputs [T, H, R] and LSE [T, H]; row i sees the first `visible_T[i]` (int64) keys.
 
     The context is taken in tiles counted from position 0, merged by log-sum-exp in that order.
     """
@@ -93,27 +95,30 @@ def dense_mla(
     out = torch.zeros(num_rows, heads, cache.rank, dtype=torch.float32)
     lse = torch.full((num_rows, heads), float("-inf"), dtype=torch.float32)
     step = max(1, ATTENTION_TILE_BYTES // (heads * CONTEXT_TILE * 4))
-    for tile in range(0, first_position + num_rows, CONTEXT_TILE):
-        last = min(tile + CONTEXT_TILE, first_position + num_rows)
+    num_keys = int(visible_T[-1]) if num_rows else 0
+    for tile in range(0, num_keys, CONTEXT_TILE):
+        last = min(tile + CONTEXT_TILE, num_keys)
         keys_LX = read_rows(cache, request.pages, torch.arange(tile, last))
         if keys_LX.shape[0] < CONTEXT_TILE:
             keys_LX = torch.cat([keys_LX, keys_LX.new_zeros(CONTEXT_TILE - keys_LX.shape[0], keys_LX.shape[1])])
         finite_LX, broken_from_X = keys_LX, None
-        if last > first_position + 1:  # else every row sees every key of the tile
+        first_row = int(torch.searchsorted(visible_T, tile, right=True))  # those before it see none of the tile
+        if last > int(visible_T[first_row]):  # else every row sees every key of the tile
             finite_LX, broken_from_X = _set_broken_aside(keys_LX, tile)
-        for first in range(max(0, tile - first_position), num_rows, step):
+        for first in range(first_row, num_rows, step):
             span = slice(first, min(first + step, num_rows))
-            rows = torch.arange(first_position + span.start, first_position + span.stop)
-            hidden_TL = torch.arange(tile, tile + CONTEXT_TILE) > rows[:, None]
+            seen_T1 = visible_T[span, None]
+            count = seen_T1.shape[0]
+            hidden_TL = torch.arange(tile, tile + CONTEXT_TILE) >= seen_T1
             scores = torch.matmul(pad_rows(q_THX[span].float()), keys_LX.T).mul_(scale)
-            scores[: rows.numel()].masked_fill_(hidden_TL[:, None], float("-inf"))
+            scores[:count].masked_fill_(hidden_TL[:, None], float("-inf"))
             tile_lse = scores.logsumexp(-1)
             weights = scores.sub_(tile_lse[..., None]).exp_()
-            values = torch.matmul(weights, finite_LX[:, : cache.rank])[: rows.numel()]
+            values = torch.matmul(weights, finite_LX[:, : cache.rank])[:count]
             if broken_from_X is not None:
                 # Keys that are NaN or inf get the weight 0 or NaN: for a row that sees one, the product is NaN.
-                values.masked_fill_((broken_from_X[: cache.rank] <= rows[:, None])[:, None], float("nan"))
-            merge(out[span], lse[span], values, tile_lse[: rows.numel()])
+                values.masked_fill_((broken_from_X[: cache.rank] < seen_T1)[:, None], float("nan"))
+            merge(out[span], lse[span], values, tile_lse[:count])
     return out, lse
 
 

@@ -25,7 +25,7 @@ from longfill.kernels.interface import (
     StoredLinear,
     StoredMlp,
 )
-from longfill.kernels.reference import attention, indexer, linear, store
+from longfill.kernels.reference import attention, indexer, linear, store, topk
 from longfill.kernels.reference.quant import quantise_index_queries
 from longfill.kernels.workspace import Workspace
 
@@ -69,7 +69,8 @@ class ReferenceBackend:
     def linear(
         self, x_TC: Tensor, weight: Linear, *, dtype: torch.dtype | None = None, out: Tensor | None = None
     ) -> Tensor:
-        result_TO = linear.linear(x_TC if dtype is None else x_TC.to(dtype), cast(StoredLinear, weight))
+        wanted = dtype if out is None else out.dtype
+        result_TO = linear.linear(x_TC, cast(StoredLinear, weight), wanted)
         return result_TO if out is None else out.copy_(result_TO)
 
     def per_head(self, x_THA: Tensor, heads: Heads, out_THB: Tensor) -> None:
@@ -79,16 +80,23 @@ class ReferenceBackend:
     def rms_norm(self, x_TC: Tensor, weight_C: Tensor, eps: float) -> Tensor:
         return linear.rms_norm(x_TC, weight_C, eps)
 
-    def mlp(self, x_TC: Tensor, weights: Mlp) -> Tensor:
-        return linear.mlp(x_TC, cast(StoredMlp, weights))
+    def mlp(self, x_TC: Tensor, weights: Mlp, *, dtype: torch.dtype | None = None) -> Tensor:
+        return linear.mlp(x_TC, cast(StoredMlp, weights), dtype)
+
+    def route(self, x_TC: Tensor, router: Linear, bias_E: Tensor | None, choice: ExpertChoice) -> tuple[Tensor, Tensor]:
+        return linear.route(x_TC, cast(StoredLinear, router).weight, bias_E, choice)
 
     def experts(
-        self, x_TC: Tensor, router: Linear, bias_E: Tensor | None, choice: ExpertChoice, experts: Sequence[Mlp],
-        shared: Mlp | None,
+        self, x_TC: Tensor, ids_TK: Tensor, weights_TK: Tensor, experts: Sequence[Mlp], shared: Mlp | None, *,
+        dtype: torch.dtype | None = None,
     ) -> Tensor:  # fmt: skip
-        ids_TK, weights_TK = linear.route(x_TC, cast(StoredLinear, router).weight, bias_E, choice)
-        mixed_TC = linear.experts(x_TC, ids_TK, weights_TK, cast(Sequence[StoredMlp], experts))
-        return mixed_TC if shared is None else mixed_TC + self.mlp(x_TC, shared)
+        stored = cast(Sequence[StoredMlp], experts)
+        return linear.experts(x_TC, ids_TK, weights_TK, stored, cast(StoredMlp | None, shared), dtype)
+
+    def fold_experts(
+        self, y_SC: Tensor, slots_TK: Tensor, weights_TK: Tensor, shared_TC: Tensor | None, *, dtype: torch.dtype
+    ) -> Tensor:
+        return linear.fold_experts(y_SC, slots_TK, weights_TK, shared_TC, dtype)
 
     def rotate(self, x_THP: Tensor, cos_TF: Tensor, sin_TF: Tensor, out_THP: Tensor, *, interleaved: bool) -> None:
         out_THP.copy_(store.rotate(x_THP, cos_TF, sin_TF, interleaved))
@@ -110,29 +118,38 @@ class ReferenceBackend:
         w_scale: float,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         w_TI, rope_dim = w_TI * w_scale, 2 * cos_TF.shape[-1]
-        q_TID = q_TJ.float().view(*w_TI.shape, -1)
+        q_TID = q_TJ.float().view(*w_TI.shape, q_TJ.shape[1] // w_TI.shape[1])
         rotated_TIP = store.rotate(q_TID[..., :rope_dim], cos_TF, sin_TF, interleaved)
         q_TID = torch.cat([rotated_TIP, q_TID[..., rope_dim:]], -1)
         return quantise_index_queries(q_TID, w_TI) if quantise else (q_TID, w_TI)
 
     def index_topk(
         self, q_TID: Tensor, w_TI: Tensor, cache: IndexCache, chunks: IndexChunks, selection_TK: Tensor,
-        workspace: Workspace,
+        workspace: Workspace, *, scores_TK: Tensor | None = None,
     ) -> ScreenCounts:  # fmt: skip
-        indexer.index_topk(q_TID, w_TI, cache, chunks, selection_TK, workspace)
+        indexer.index_topk(q_TID, w_TI, cache, chunks, selection_TK, workspace, scores_TK)
         return ScreenCounts()
+
+    def merge_topk(self, scores_TN: Tensor, positions_TN: Tensor, selection_TK: Tensor) -> None:
+        selection_TK.copy_(topk.merge_topk(scores_TN, positions_TN, selection_TK.shape[1]))
 
     def sparse_mla(
         self, q_THX: Tensor, cache: LatentCache, request: RequestRows, selection_TK: Tensor, scale: float,
-        out_THR: Tensor, context_LX: Tensor | None,
+        out_THR: Tensor, context_LX: Tensor | None, lse_TH: Tensor | None = None,
     ) -> None:  # fmt: skip
-        out_THR.copy_(attention.sparse_mla(q_THX, cache, request, selection_TK, scale, context_LX))
+        out, lse = attention.sparse_mla(q_THX, cache, request, selection_TK, scale, context_LX)
+        out_THR.copy_(out)
+        if lse_TH is not None:
+            lse_TH.copy_(lse)
 
     def dense_mla(
-        self, q_THX: Tensor, cache: LatentCache, request: RequestRows, first_position: int, scale: float,
-        out_THR: Tensor,
+        self, q_THX: Tensor, cache: LatentCache, request: RequestRows, visible_T: Tensor, scale: float,
+        out_THR: Tensor, lse_TH: Tensor | None = None,
     ) -> None:  # fmt: skip
-        out_THR.copy_(attention.dense_mla(q_THX, cache, request, first_position, scale)[0])
+        out, lse = attention.dense_mla(q_THX, cache, request, visible_T, scale)
+        out_THR.copy_(out)
+        if lse_TH is not None:
+            lse_TH.copy_(lse)
 
     def gather_rows(self, cache: LatentCache, request: RequestRows, out_LX: Tensor) -> None:
         attention.gather_rows(cache, request, out_LX)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from longfill.kernels.interface import IndexCache, IndexChunks, ScoredRows, pages_of
+from longfill.kernels.interface import IndexCache, IndexChunks, ScoredRows
 from longfill.kernels.reference.linear import pad_rows
 from longfill.kernels.reference.topk import select_topk
 from longfill.kernels.workspace import KEY_STEP, KEY_TILE, ROW_TILE, SELECT_TILE, Workspace
@@ -24,28 +24,41 @@ def index_topk(
     chunks: IndexChunks,
     selection_TK: Tensor,
     workspace: Workspace,
+    scores_TK: Tensor | None = None,
 ) -> None:
     """Write the selected positions of every scored row into `selection_TK` (int32 [T, K], in place).
 
     `q_TID`: fp32 [T, I, D] as quantised for the cache's format; `w_TI`: fp32 [T, I] head weights with all scales
-    folded in. Keys already include this step's rows.
+    folded in. Keys already include this step's rows. `scores_TK`, if given, receives the fp32 scores of the selected
+    positions, -inf in the padding.
     """
     topk = selection_TK.shape[1]
     for chunk in chunks:
         for rows in chunk:
             logits_ML = score_rows(q_TID, w_TI, cache, rows, workspace)
-            step = max(1, SELECT_TILE // logits_ML.shape[1])
+            step = max(1, SELECT_TILE // max(1, logits_ML.shape[1]))
             for first in range(0, rows.num_rows, step):
                 last = min(first + step, rows.num_rows)
-                selected = select_topk(logits_ML[first:last], topk)
-                selection_TK[rows.first_row + first : rows.first_row + last] = selected
+                at = slice(rows.first_row + first, rows.first_row + last)
+                selection_TK[at] = select_topk(logits_ML[first:last], topk)
+                if scores_TK is not None:
+                    scores_TK[at] = _scores_at(logits_ML[first:last], selection_TK[at])
+
+
+def _scores_at(logits_ML: Tensor, selection_MK: Tensor) -> Tensor:
+    """fp32 [M, K]: the scores of the selected positions, -inf where there is none."""
+    if logits_ML.shape[1] == 0:
+        return torch.full(selection_MK.shape, float("-inf"))
+    scores_MK = logits_ML.gather(1, selection_MK.clamp(min=0).long())
+    return scores_MK.masked_fill_(selection_MK < 0, float("-inf"))
 
 
 def score_rows(q_TID: Tensor, w_TI: Tensor, cache: IndexCache, rows: ScoredRows, workspace: Workspace) -> Tensor:
-    """fp32 [M, L] scores of one request's rows over its keys, -inf beyond each row's own position."""
-    num_keys = rows.first_position + rows.num_rows
+    """fp32 [M, L] scores of one request's rows over the keys that the last one sees, -inf beyond what each sees."""
+    visible_M = rows.visible(0, rows.num_rows)
+    num_keys = int(visible_M[-1]) if rows.num_rows else 0
     logits_ML = workspace.logits(rows.num_rows, num_keys)
-    pages = pages_of(rows.request, cache.values_NBX.shape[1])
+    pages = rows.request.pages
     for first_key in range(0, num_keys, KEY_TILE):
         keys_LD = _pad_keys(decode_index_keys(cache, pages, first_key, min(first_key + KEY_TILE, num_keys)))
         for first in range(0, rows.num_rows, ROW_TILE):
@@ -53,7 +66,7 @@ def score_rows(q_TID: Tensor, w_TI: Tensor, cache: IndexCache, rows: ScoredRows,
             span = slice(rows.first_row + first, rows.first_row + first + height)
             tile_ML = logits_ML[first : first + height, first_key : first_key + KEY_TILE]
             _score_tile(q_TID[span], w_TI[span], keys_LD, tile_ML, workspace)
-    _mask_future(logits_ML, rows.first_position)
+    _mask_unseen(logits_ML, visible_M)
     return logits_ML
 
 
@@ -87,12 +100,11 @@ def decode_index_keys(cache: IndexCache, pages: Tensor, first: int, last: int) -
     return values_LX.view(torch.float8_e4m3fn).float().mul_(scales_L[:, None])
 
 
-def _mask_future(logits_ML: Tensor, first_position: int) -> None:
-    """Row i sees keys [0, first_position + i + 1); the rest of the last columns becomes -inf."""
+def _mask_unseen(logits_ML: Tensor, visible_M: Tensor) -> None:
+    """Row i sees keys [0, visible_M[i]); the rest becomes -inf. No row sees fewer than the one before it."""
     num_rows, num_keys = logits_ML.shape
-    columns = torch.arange(first_position + 1, num_keys)
     for first in range(0, num_rows, ROW_TILE):
-        rows = torch.arange(first, min(first + ROW_TILE, num_rows))[:, None]
-        logits_ML[first : first + ROW_TILE, first_position + 1 :].masked_fill_(
-            columns > first_position + rows, float("-inf")
-        )
+        seen_by_all = int(visible_M[first])
+        columns = torch.arange(seen_by_all, num_keys)
+        unseen = columns >= visible_M[first : first + ROW_TILE, None]
+        logits_ML[first : first + ROW_TILE, seen_by_all:].masked_fill_(unseen, float("-inf"))

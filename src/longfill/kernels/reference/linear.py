@@ -22,7 +22,7 @@ ROW_BLOCK = 1024
 """Most rows of one call. With the tail padded to a power of two, a weight meets few shapes: the BLAS behind torch keeps
 code and scratch for every shape that it has seen, and expert batches would show it a new one at every step."""
 DEQUANT_ROWS = 1024
-"""Output rows of an fp8 weight that are dequantised at once."""
+"""Output rows of a weight that are dequantised or widened at once."""
 
 
 def pad_rows(x: Tensor) -> Tensor:
@@ -34,16 +34,27 @@ def pad_rows(x: Tensor) -> Tensor:
     return padded
 
 
-def linear(x_TC: Tensor, weight: StoredLinear) -> Tensor:
-    """`x @ W.T + b` in the dtype of `x`: [T, C] -> [T, O]; fp8 weights are dequantised a slice at a time."""
-    if weight.scale is None:
-        return _blocks(x_TC, weight.weight, weight.bias)
+def linear(x_TC: Tensor, weight: StoredLinear, dtype: torch.dtype | None = None) -> Tensor:
+    """`x @ W.T + b` in `dtype`, by default that of `x`: [T, C] -> [T, O]. A wider `dtype` gives the unrounded sums.
+
+    Weights of another dtype are dequantised or widened a slice at a time; fp8 values are rounded to the dtype of `x`.
+    """
+    wanted = dtype or x_TC.dtype
+    bias_O = None if weight.bias is None else weight.bias.to(wanted)
+    if weight.scale is None and weight.weight.dtype == wanted:
+        return _blocks(x_TC.to(wanted), weight.weight, bias_O)
     slices = [
-        _blocks(x_TC, weight.rows(first, min(first + DEQUANT_ROWS, weight.out_size)).to(x_TC.dtype))
+        _blocks(x_TC.to(wanted), _values(weight, first, x_TC.dtype).to(wanted))
         for first in range(0, weight.out_size, DEQUANT_ROWS)
     ]
     out_TO = torch.cat(slices, -1)
-    return out_TO if weight.bias is None else out_TO + weight.bias
+    return out_TO if bias_O is None else out_TO + bias_O
+
+
+def _values(weight: StoredLinear, first: int, dtype: torch.dtype) -> Tensor:
+    """DEQUANT_ROWS output rows from `first` on, or those left: scaled ones in `dtype`, others as stored."""
+    last = min(first + DEQUANT_ROWS, weight.out_size)
+    return weight.weight[first:last] if weight.scale is None else weight.rows(first, last).to(dtype)
 
 
 def per_head(x_THA: Tensor, weight_HAB: Tensor) -> Tensor:
@@ -81,9 +92,9 @@ def rms_norm(x_TC: Tensor, weight_C: Tensor, eps: float) -> Tensor:
     return weight_C * scaled.to(x_TC.dtype)
 
 
-def mlp(x_TC: Tensor, weights: StoredMlp) -> Tensor:
-    """SwiGLU: `down(silu(gate x) * up x)`."""
-    return linear(silu(linear(x_TC, weights.gate)) * linear(x_TC, weights.up), weights.down)
+def mlp(x_TC: Tensor, weights: StoredMlp, dtype: torch.dtype | None = None) -> Tensor:
+    """SwiGLU: `down(silu(gate x) * up x)` in `dtype`, by default that of `x`, as the middle is."""
+    return linear(silu(linear(x_TC, weights.gate)) * linear(x_TC, weights.up), weights.down, dtype)
 
 
 def route(x_TC: Tensor, router_EC: Tensor, bias_E: Tensor | None, choice: ExpertChoice) -> tuple[Tensor, Tensor]:
@@ -97,7 +108,7 @@ def route(x_TC: Tensor, router_EC: Tensor, bias_E: Tensor | None, choice: Expert
     scores_TE = sigmoid(logits_TE) if choice.scoring == "sigmoid" else logits_TE.softmax(-1)
     biased_TE = scores_TE if bias_E is None else scores_TE + bias_E
     if choice.num_groups > 1 and choice.group_value is not None:
-        groups = biased_TE.view(x_TC.shape[0], choice.num_groups, -1)
+        groups = biased_TE.view(x_TC.shape[0], choice.num_groups, biased_TE.shape[1] // choice.num_groups)
         value = groups.topk(2, -1).values.sum(-1) if choice.group_value == "top2" else groups.amax(-1)
         kept = _best(value, choice.topk_groups)
         closed = torch.ones_like(value, dtype=torch.bool).scatter_(1, kept, False)
@@ -114,8 +125,14 @@ def _best(values_TE: Tensor, k: int) -> Tensor:
     return torch.sort(values_TE, dim=-1, descending=True, stable=True).indices[:, :k]
 
 
-def experts(x_TC: Tensor, ids_TK: Tensor, weights_TK: Tensor, expert_weights: Sequence[StoredMlp]) -> Tensor:
-    """Sum of the chosen experts' outputs times their weights, in fp32 and in ascending order of expert id."""
+def experts(
+    x_TC: Tensor, ids_TK: Tensor, weights_TK: Tensor, expert_weights: Sequence[StoredMlp],
+    shared: StoredMlp | None = None, dtype: torch.dtype | None = None,
+) -> Tensor:  # fmt: skip
+    """Sum of the chosen experts' outputs times their weights, in ascending order of expert id, and `shared`'s output.
+
+    Outputs and their sum are fp32; the sum is rounded once, to `dtype` (by default that of `x`).
+    """
     total_TC = torch.zeros(x_TC.shape, dtype=torch.float32)
     order = ids_TK.flatten().argsort(stable=True)
     counts = torch.bincount(ids_TK.flatten(), minlength=len(expert_weights)).tolist()
@@ -125,7 +142,24 @@ def experts(x_TC: Tensor, ids_TK: Tensor, weights_TK: Tensor, expert_weights: Se
             continue
         taken = order[first : first + count]
         rows = taken // ids_TK.shape[1]
-        out = mlp(x_TC[rows], expert_weights[expert]).float()
+        out = mlp(x_TC[rows], expert_weights[expert], torch.float32)
         total_TC[rows] += out * weights_TK.flatten()[taken, None]
         first += count
-    return total_TC.to(x_TC.dtype)
+    if shared is not None:
+        total_TC += mlp(x_TC, shared, torch.float32)
+    return total_TC.to(dtype or x_TC.dtype)
+
+
+def fold_experts(
+    y_SC: Tensor, slots_TK: Tensor, weights_TK: Tensor, shared_TC: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """The sum of `experts` over fp32 outputs that exist already: row t's k-th is `y_SC[slots_TK[t, k]]`.
+
+    `slots_TK` (int64) and `weights_TK` (fp32) stand in ascending order of expert id; `shared_TC` is fp32 or None.
+    """
+    total_TC = torch.zeros(slots_TK.shape[0], y_SC.shape[1], dtype=torch.float32)
+    for slots_T, weights_T in zip(slots_TK.unbind(1), weights_TK.unbind(1), strict=True):
+        total_TC += y_SC[slots_T] * weights_T[:, None]
+    if shared_TC is not None:
+        total_TC += shared_TC
+    return total_TC.to(dtype)

@@ -24,7 +24,8 @@ def rotate(x: Tensor, cos_TF: Tensor, sin_TF: Tensor, interleaved: bool) -> Tens
     """
     shape = (x.shape[0], *([1] * (x.dim() - 2)), cos_TF.shape[-1])
     cos, sin = cos_TF.view(shape), sin_TF.view(shape)
-    pairs = x.float().reshape(*x.shape[:-1], *((-1, 2) if interleaved else (2, -1)))
+    half = x.shape[-1] // 2
+    pairs = x.float().reshape(*x.shape[:-1], *((half, 2) if interleaved else (2, half)))
     a, b = pairs.unbind(-1 if interleaved else -2)
     turned = torch.stack([a * cos - b * sin, b * cos + a * sin], -1 if interleaved else -2)
     return turned.flatten(-2).to(x.dtype)

@@ -18,6 +18,20 @@ def select_topk(scores_TL: Tensor, topk: int) -> Tensor:
     return _choose(scores_TL, topk).to(torch.int32)
 
 
+def merge_topk(scores_TN: Tensor, positions_TN: Tensor, topk: int) -> Tensor:
+    """int32 [T, K] positions of each row's top-k candidates: fp32 scores beside int32 positions, -1 for none.
+
+    Positions may come in any order; none appears twice.
+    """
+    if positions_TN.shape[1] == 0:
+        return torch.full((positions_TN.shape[0], topk), -1, dtype=torch.int32)
+    order_TN = positions_TN.argsort(-1)
+    scores_TN = scores_TN.masked_fill(positions_TN < 0, float("-inf")).gather(1, order_TN)
+    columns_TK = select_topk(scores_TN, topk)
+    chosen_TK = order_TN.gather(1, columns_TK.clamp(min=0).long())
+    return positions_TN.gather(1, chosen_TK).masked_fill_(columns_TK < 0, -1)
+
+
 def _choose(scores_TL: Tensor, topk: int) -> Tensor:
     """int64 [T, K] columns of the top-k, ascending, -1 padded. Long rows are pruned by the maxima of their blocks.
 
@@ -29,7 +43,7 @@ def _choose(scores_TL: Tensor, topk: int) -> Tensor:
     if length <= 2 * topk * block:
         return _choose_directly(scores_TL, topk)
     whole = length // block * block
-    blocks_TNB = scores_TL[:, :whole].view(num_rows, -1, block)
+    blocks_TNB = scores_TL[:, :whole].view(num_rows, whole // block, block)
     chosen_TK = _choose(blocks_TNB.amax(-1), topk)
     missing_TK = chosen_TK < 0
     chosen_TK = chosen_TK.clamp(min=0)
