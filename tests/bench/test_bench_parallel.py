@@ -270,6 +270,9 @@ def values(kind: str = "prefill", tokens_measured: int | None = None) -> dict[st
     made = {
         "machine": {"processor": "Test 1", "cores": 2, "memory_bytes": 2**34, "torch": "2", "longfill": "0"},
         "load_average": 0.25, "model": "needle", "threads": 1, "repeats": 2, "parallel": kind,
+        "machine_scaling": {
+            "threads": 2, "math": 1.9, "read": 1.8, "all_math": [1.8, 2.0], "one_thread_flops_per_s": [1e11, 2e11],
+        },
         "results": [plain, split, summed],
     }  # fmt: skip
     if kind == "prefill":
@@ -297,6 +300,7 @@ def test_the_report_of_a_prefill_says_what_was_waited_for_sent_and_how_evenly_it
     assert stages[1] == {"layout": "`pcp2-contiguous`", "tokens": "4,096", "index": "0.75", "wait": "0.50"}
     assert "- `pcp2-contiguous`, 4,096 tokens, 4 steps: new_keys 4,000,000, hidden 500" in text
     assert "Load average before: 0.25." in text
+    assert "2 threads of this machine do 1.90 times the multiply-adds of one (1.80 to 2.00)" in text
     assert "steps of 1,024 tokens, computed whole. Fastest of 2 runs." in text
 
 

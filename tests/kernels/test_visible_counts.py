@@ -157,8 +157,8 @@ def test_a_part_of_a_step_carries_the_counts_of_its_rows() -> None:
     assert request.part(3, 3, 0).seq_len == 0
     scored = ScoredRows(request, 5, 5, 7, visible_T[2:])
     step = StepRows(
-        token_ids_T=torch.arange(10), positions_T=torch.arange(10), slots_T=torch.arange(10), requests=(request,),
-        dense_rows=(2,), index_chunks=[[scored]], workspace_chunks=((0,),), sample_rows_S=torch.tensor([9]),
+        token_ids_T=torch.arange(10), positions_T=torch.arange(10), requests=(request,),
+        dense_rows=(2,), index_chunks=[[scored]], workspace_chunks=((0,),),
     )  # fmt: skip
     pieces = [rows for _, block in step.blocks(4) for chunk in block.index_chunks for rows in chunk]
     seen = [rows.visible(0, rows.num_rows).tolist() for rows in pieces]

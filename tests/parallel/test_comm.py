@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -11,12 +10,11 @@ import pytest
 import torch
 from tests.native import needs_native
 from tests.parallel.layouts import EXACT, PCP, ROUNDED, TP, answer, prompts
+from tests.parallel.recorded import Steps, record
 from torch import Tensor
 
 from longfill import LLM
-from longfill.engine.engine import LLMEngine
 from longfill.models.expert_parallel import ExpertParallel
-from longfill.partition import StepPlan
 from longfill.partition.comm import (
     LayerKind,
     collect_comm,
@@ -31,52 +29,12 @@ from longfill.worker.comm_sizes import comm_sizes
 
 LENGTHS = (1, 63, 129, 300)
 COMMON: dict[str, Any] = {
-    "max_model_len": 1024, "memory_budget": "1GiB", "max_num_batched_tokens": 150, "num_threads": 1,
+    "max_model_len": 1024, "memory_budget": "3GiB", "max_num_batched_tokens": 150, "num_threads": 1,
     "distributed_timeout_seconds": 120.0,
 }  # fmt: skip
 HIGH_THROUGHPUT = {"all2all_backend": "high_throughput"}
 
 pytestmark = [needs_native, pytest.mark.usefixtures("forked_ranks")]
-
-
-@dataclass
-class Steps:
-    """What an engine planned and counted, step by step."""
-
-    plans: list[StepPlan] = field(default_factory=list)
-    comm: list[dict[str, int]] = field(default_factory=list)
-    sampled: list[dict[str, int]] = field(default_factory=list)
-    """Tokens that each request got."""
-    draft_plans: list[list[StepPlan]] = field(default_factory=list)
-    """Of each step, those of guesses behind the first."""
-
-
-def record(engine: LLMEngine) -> Steps:
-    """Watch every step that the engine's executor takes."""
-    steps = Steps()
-    executor, worker = engine.executor, engine.worker
-    execute = executor.execute
-
-    def watched(plan: StepPlan, *given: Any) -> Any:
-        steps.draft_plans.append([])
-        result = execute(plan, *given)
-        steps.plans.append(plan)
-        steps.comm.append(result.comm)
-        steps.sampled.append({name: len(tokens) for name, tokens in result.sampled.items()})
-        return result
-
-    executor.execute = watched  # type: ignore[method-assign]
-    drafter = worker._drafter
-    if drafter is not None:
-        make = drafter._plan
-
-        def planned(parts: Any) -> Any:
-            plan, rows = make(parts)
-            steps.draft_plans[-1].append(plan)
-            return plan, rows
-
-        drafter._plan = planned
-    return steps
 
 
 def run(**args: Any) -> tuple[Steps, Any, Cut]:

@@ -38,7 +38,7 @@ def generate(layout: dict[str, Any], asked: list[list[int]], **args: Any) -> lis
     """One prompt after the other, in float32: how keys are merged must not decide between tokens."""
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
     common: dict[str, Any] = {
-        "dtype": "float32", "block_size": BLOCK, "max_model_len": 512, "memory_budget": "1GiB", "num_threads": 1,
+        "dtype": "float32", "block_size": BLOCK, "max_model_len": 512, "memory_budget": "3GiB", "num_threads": 1,
     }  # fmt: skip
     with LLM("needle", **common, **layout, **args) as llm:
         return [llm.generate([prompt], params)[0] for prompt in asked]

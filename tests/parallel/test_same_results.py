@@ -27,7 +27,7 @@ BOUND = 2e-4
 
 VOCABULARY = {"needle": 600, "odd": 131, "dense": 512}
 COMMON: dict[str, Any] = {
-    "max_model_len": 2048, "memory_budget": "1GiB", "max_num_batched_tokens": STEP, "num_threads": 1, "digest": True,
+    "max_model_len": 2048, "memory_budget": "3GiB", "max_num_batched_tokens": STEP, "num_threads": 1, "digest": True,
     "distributed_timeout_seconds": 120.0,
 }  # fmt: skip
 

@@ -20,7 +20,7 @@ from longfill import LLM, SamplingParams
 from longfill.errors import EngineDeadError, ParallelError
 
 ENGINE: dict[str, Any] = {
-    "max_model_len": 1024, "num_gpu_blocks_override": 40, "memory_budget": "1GiB", "num_threads": 1, "digest": True,
+    "max_model_len": 1024, "num_gpu_blocks_override": 40, "memory_budget": "3GiB", "num_threads": 1, "digest": True,
     "distributed_timeout_seconds": 60.0, "max_num_batched_tokens": 256,
 }  # fmt: skip
 PROMPT = "The access code of amber falcon is 48215. The access code of amber falcon is"

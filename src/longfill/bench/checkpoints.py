@@ -142,7 +142,7 @@ def _shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
     yield "lm_head.weight", (vocab, hidden)
     for layer in range(config.num_layers, config.num_layers + config.num_mtp_layers):
         # Draft layers have an indexer and experts of their own; embedding and head are the model's.
-        yield from _layer(layer, config, has_indexer=True, is_moe=config.moe is not None)
+        yield from _layer(layer, config, has_indexer=True, is_moe=config.moe_layers[-1])
         yield f"model.layers.{layer}.eh_proj.weight", (hidden, 2 * hidden)
         for norm in ("enorm", "hnorm", "shared_head.norm"):
             yield f"model.layers.{layer}.{norm}.weight", (hidden,)

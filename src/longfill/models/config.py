@@ -34,7 +34,10 @@ _DTYPES = ("float32", "bfloat16", "float16")
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A decoder with multi-head latent attention; sizes in elements, `moe_layers` one flag per layer."""
+    """A decoder with multi-head latent attention; sizes in elements, `moe_layers` one flag per layer.
+
+    A draft layer has experts where the last layer has them.
+    """
 
     model_type: str
     architectures: tuple[str, ...]

@@ -325,7 +325,7 @@ class _Loader:
             enorm=self.plain(f"{prefix}.enorm.weight", c.hidden_size),
             hnorm=self.plain(f"{prefix}.hnorm.weight", c.hidden_size),
             eh_proj=self.linear(f"{prefix}.eh_proj", c.hidden_size, 2 * c.hidden_size),
-            layer=self.layer(c.num_layers, is_moe=c.moe is not None, has_indexer=c.indexer is not None),
+            layer=self.layer(c.num_layers, is_moe=c.moe_layers[-1], has_indexer=c.indexer is not None),
             head_norm=self.plain(f"{prefix}.shared_head.norm.weight", c.hidden_size),
             head=self.split_outputs(own_head, c.vocab_size, c.hidden_size)
             if f"{own_head}.weight" in self.checkpoint

