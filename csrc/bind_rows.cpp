@@ -25,6 +25,7 @@ using ConstFloats1 = nb::ndarray<const float, nb::ndim<1>, nb::device::cpu>;
 using ConstFloats2 = nb::ndarray<const float, nb::ndim<2>, nb::device::cpu>;
 using Floats2 = nb::ndarray<float, nb::ndim<2>, nb::device::cpu>;
 using Floats3 = nb::ndarray<float, nb::ndim<3>, nb::device::cpu>;
+using ConstBytes2 = nb::ndarray<const std::uint8_t, nb::ndim<2>, nb::device::cpu>;
 using Bytes3 = nb::ndarray<std::uint8_t, nb::ndim<3>, nb::device::cpu>;
 using ConstLongs1 = nb::ndarray<const std::int64_t, nb::ndim<1>, nb::device::cpu>;
 
@@ -230,6 +231,21 @@ void rotate_py(const std::string& isa_name, const ConstValues3& x, const ConstFl
   rotate(isa, args, rows, num_threads);
 }
 
+void put_rows_py(const ConstBytes2& from, const ConstLongs1& order, const Bytes3& cache, const ConstLongs1& slots,
+                 int num_threads) {
+  const auto rows = signed_size(order.shape(0));
+  const auto bytes = signed_size(from.shape(1));
+  require(num_threads >= 1, "num_threads must be at least 1");
+  require_contiguous(order);
+  for (std::int64_t i = 0; i < rows; ++i)
+    require(order.data()[i] >= 0 && order.data()[i] < signed_size(from.shape(0)), "a row that is put is not there");
+  const PagedRows pages = checked_pages(cache, bytes);
+  const std::int64_t* const to = checked_slots(slots, rows, signed_size(cache.shape(0)), pages.page_size);
+  const PutRowsArgs args{readable(from), bytes, order.data(), to, pages};
+  nb::gil_scoped_release release;
+  put_rows(args, rows, num_threads);
+}
+
 }  // namespace
 
 void bind_rows(nb::module_& m) {
@@ -249,6 +265,8 @@ void bind_rows(nb::module_& m) {
         nb::arg("out_weights").noconvert(), nb::arg("num_threads"));
   m.def("rotate", &rotate_py, nb::arg("isa"), nb::arg("x").noconvert(), nb::arg("cos").noconvert(),
         nb::arg("sin").noconvert(), nb::arg("interleaved"), nb::arg("out").noconvert(), nb::arg("num_threads"));
+  m.def("put_rows", &put_rows_py, nb::arg("rows").noconvert(), nb::arg("order").noconvert(),
+        nb::arg("cache").noconvert(), nb::arg("slots").noconvert(), nb::arg("num_threads"));
   m.def(
       "row_scratch_bytes",
       [](std::int64_t width, int num_threads) {

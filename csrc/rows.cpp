@@ -2,6 +2,7 @@
 #include "rows.h"
 
 #include <algorithm>
+#include <cstring>
 
 #include "memory.h"
 #include "threads.h"
@@ -72,6 +73,14 @@ void rotate(const Isa& isa, const RotateArgs& args, std::int64_t rows, int num_t
   const Scratch scratch(width, num_threads);
   for_row_blocks(rows, args.heads * width, num_threads, [&](std::int64_t first, std::int64_t last, int thread) {
     isa.rows->rotate(args, first, last, scratch.of(thread));
+  });
+}
+
+void put_rows(const PutRowsArgs& args, std::int64_t rows, int num_threads) {
+  for_row_blocks(rows, args.bytes, num_threads, [&](std::int64_t first, std::int64_t last, int) {
+    for (std::int64_t i = first; i < last; ++i)
+      std::memcpy(args.pages.at(args.slots[i]), args.from.data + args.order[i] * args.from.stride,
+                  static_cast<std::size_t>(args.bytes));
   });
 }
 

@@ -124,6 +124,16 @@ void store_index_keys(const Isa& isa, const StoreIndexKeysArgs& args, std::int64
 void index_queries(const Isa& isa, const IndexQueriesArgs& args, std::int64_t rows, int num_threads);
 void rotate(const Isa& isa, const RotateArgs& args, std::int64_t rows, int num_threads);
 
+// Row i of `bytes` bytes goes from place order[i] of `from` into slot slots[i]; slots are distinct.
+struct PutRowsArgs {
+  ConstRows from;
+  std::int64_t bytes;
+  const std::int64_t* order;
+  const std::int64_t* slots;
+  PagedRows pages;
+};
+void put_rows(const PutRowsArgs& args, std::int64_t rows, int num_threads);
+
 // What one call allocates for itself, at most; `width` counts the values of a row that is stored or of a head that is
 // rotated.
 std::size_t row_scratch_bytes(std::int64_t width, int num_threads);

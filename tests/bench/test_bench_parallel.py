@@ -257,12 +257,13 @@ def values(kind: str = "prefill", tokens_measured: int | None = None) -> dict[st
     """What the command prints, with invented figures."""
     plain = {
         "layout": "1", "ranks": 1, "length": 4096, "filled": 0, "decoded": 0, "steps": 4, "seconds": 2.0,
-        "runs": [2.0, 2.5], "tokens_per_s": 2048.0, "ratio": 1.0, "deterministic_cost": None,
+        "runs": [2.0, 2.5], "tokens_per_s": 2048.0, "ratio": 1.0, "paired_ratio": 1.0, "deterministic_cost": None,
         "stage_seconds": {"index": 1.0, "step": 2.0, "compute": 1.9}, "wait_seconds": 0.0, "comm": {},
         "rank_scored_pairs": [1000], "same_tokens": None, "same_bits": None,
     }  # fmt: skip
     split = plain | {
-        "layout": "pcp2-contiguous", "ranks": 2, "seconds": 1.25, "ratio": 1.6, "wait_seconds": 0.5,
+        "layout": "pcp2-contiguous", "ranks": 2, "seconds": 1.25, "ratio": 1.6, "paired_ratio": 1.5,
+        "wait_seconds": 0.5,
         "stage_seconds": {"index": 0.75, "wait": 0.5, "step": 1.25}, "comm": {"hidden": 500, "new_keys": 4_000_000},
         "rank_scored_pairs": [400, 600], "same_tokens": True, "same_bits": True,
     }  # fmt: skip
@@ -292,7 +293,7 @@ def test_the_report_of_a_prefill_says_what_was_waited_for_sent_and_how_evenly_it
     figures, stages = tables(text)
     assert figures[1] == {
         "layout": "`pcp2-contiguous`", "tokens": "4,096", "ranks": "2", "seconds": "1.25", "tokens/s": "2,048",
-        "times one rank": "1.60", "det over plain": "-", "waited, s": "0.50", "sent, MB": "4.0",
+        "times one rank": "1.60", "by repeat": "1.50", "det over plain": "-", "waited, s": "0.50", "sent, MB": "4.0",
         "pairs, most over least": "1.5000", "bits of one rank": "same",
     }  # fmt: skip
     assert (figures[0]["bits of one rank"], figures[2]["bits of one rank"]) == ("-", "same tokens")
@@ -301,7 +302,7 @@ def test_the_report_of_a_prefill_says_what_was_waited_for_sent_and_how_evenly_it
     assert "- `pcp2-contiguous`, 4,096 tokens, 4 steps: new_keys 4,000,000, hidden 500" in text
     assert "Load average before: 0.25." in text
     assert "2 threads of this machine do 1.90 times the multiply-adds of one (1.80 to 2.00)" in text
-    assert "steps of 1,024 tokens, computed whole. Fastest of 2 runs." in text
+    assert "steps of 1,024 tokens, computed whole. Fastest of 2 runs; by repeat" in text
 
 
 def test_what_is_not_computed_is_said():

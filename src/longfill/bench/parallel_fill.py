@@ -17,8 +17,8 @@ from longfill.engine.engine import LLMEngine
 from longfill.errors import CapacityError, LongfillError
 from longfill.kernels.interface import IndexCache, LatentCache
 from longfill.kernels.reference.quant import encode_latent, quantise_index_keys
+from longfill.kernels.reference.store import put_rows
 from longfill.models.config import ModelConfig
-from longfill.models.exchange import put_rows
 from longfill.parallel import Mesh
 from longfill.partition.dcp import dcp_local_position, dcp_owner
 from longfill.request import Request, SamplingParams, TokenIds
@@ -81,15 +81,15 @@ def _fill(worker: Worker, num_tokens: int, seed: int) -> None:
 
 def _put_latents(cache: LatentCache, rows_KX: torch.Tensor, slots_K: torch.Tensor) -> None:
     latent, rope = rows_KX[:, : cache.rank], rows_KX[:, cache.rank :]
-    put_rows(cache.rows_NBX, slots_K, encode_latent(latent, rope, cache.format, cache.scale, cache.rope_scale))
+    _put(cache.rows_NBX, slots_K, encode_latent(latent, rope, cache.format, cache.scale, cache.rope_scale))
 
 
 def _put_index_keys(cache: IndexCache, keys_KD: torch.Tensor, slots_K: torch.Tensor) -> None:
     if cache.scales_NB is None:
-        put_rows(cache.values_NBX, slots_K, keys_KD.view(torch.uint8))
+        _put(cache.values_NBX, slots_K, keys_KD.view(torch.uint8))
         return
     values, scales = quantise_index_keys(keys_KD)
-    put_rows(cache.values_NBX, slots_K, values)
+    _put(cache.values_NBX, slots_K, values)
     page_size = cache.scales_NB.shape[1]
     cache.scales_NB[slots_K // page_size, slots_K % page_size] = scales
 
@@ -104,3 +104,7 @@ def _publish(engine: LLMEngine, token_ids: TokenIds) -> None:
         raise LongfillError("a new engine gives out pages in another order than 1, 2, 3...; please report this")
     engine.cache.publish(request, token_ids.size)
     engine.cache.free(request.request_id)
+
+
+def _put(cache_NBX: torch.Tensor, slots_K: torch.Tensor, rows_KX: torch.Tensor) -> None:
+    put_rows(rows_KX, torch.arange(rows_KX.shape[0]), cache_NBX, slots_K)

@@ -114,6 +114,13 @@ class Backend(Protocol):
         """Write a layer's index keys: LayerNorm (weight, bias; eps 1e-6), first P dims rotated."""
         ...
 
+    def put_rows(self, rows_SX: Tensor, order_K: Tensor, cache_NBX: Tensor, slots_K: Tensor) -> None:
+        """Copy row `order_K[k]` (uint8 [X], of adjacent bytes) into slot `slots_K[k]` of the cache; slots are distinct.
+
+        Both are int64; rows and pages may be strided views.
+        """
+        ...
+
     def index_queries(
         self, q_TJ: Tensor, w_TI: Tensor, cos_TF: Tensor, sin_TF: Tensor, *, interleaved: bool, quantise: bool,
         w_scale: float,

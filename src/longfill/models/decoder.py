@@ -29,7 +29,7 @@ from longfill.kernels.backend import Backend
 from longfill.kernels.interface import LayerCaches, Linear, ScreenCounts
 from longfill.models.attention import Attend
 from longfill.models.config import ModelConfig
-from longfill.models.exchange import NewKeys
+from longfill.models.exchange import Arriving, NewKeys
 from longfill.models.feed_forward import FeedForward
 from longfill.models.rope import rope_tables
 from longfill.models.row_parts import RowPart, row_parts
@@ -131,20 +131,21 @@ class Decoder:
         self, index: int, layer: LayerWeights, hidden_OC: Tensor, rows: RankRows, parts: list[RowPart],
         cos_AF: Tensor, sin_AF: Tensor,
     ) -> None:  # fmt: skip
-        """hidden += attention(norm(hidden)): all rows are stored and selected for before any of them attends."""
+        """hidden += attention(norm(hidden)): all rows are stored and selected for before any of them attends.
+
+        New keys of other ranks travel while queries are computed.
+        """
         backend, w, eps, mesh = self.backend, layer.attention, self.config.rms_norm_eps, self.mesh
         x_OC = backend.rms_norm(hidden_OC, layer.input_norm, eps)
         with self._timed("store"):
-            sent = self._new_keys.start(index, w, x_OC, cos_AF[rows.own], sin_AF[rows.own], rows)
+            arriving = self._new_keys.start(index, w, x_OC, cos_AF[rows.own], sin_AF[rows.own], rows)
         with self._timed("project"):
             q_latent = x_OC
             if w.q_a is not None and w.q_a_norm is not None:
                 q_latent = backend.rms_norm(backend.linear(x_OC, w.q_a), w.q_a_norm, eps)
             q_latent = mesh.tp.gather_rows("query_latents", q_latent, rows.tp_counts)
-        with self._timed("store"):
-            self._new_keys.finish(index, sent, rows)
         if w.indexer is not None:
-            self._select(index, w.indexer, x_OC, q_latent, rows, parts, cos_AF, sin_AF)
+            self._select(index, w.indexer, x_OC, q_latent, rows, parts, cos_AF, sin_AF, arriving)
         partial: Tensor | None = None
         if not self._shards.is_whole:
             dtype = torch.float32 if self._shards.deterministic else hidden_OC.dtype
@@ -152,10 +153,12 @@ class Decoder:
         for part in parts:
             cache = self.caches.latent[index]
             if part.context is not None:
+                self._store(arriving)
                 cache = part.context.latent(cache)
             for span, block in part.blocks:
                 with self._timed("project"):
                     q_THX = self._queries(w, q_latent[span], cos_AF[span], sin_AF[span])
+                self._store(arriving)
                 with self._timed("attend"):
                     out_THR = self._room("latent out", q_THX.dtype, *q_THX.shape[:2], self.config.kv_lora_rank)
                     part.attend(q_THX, cache, block, span, out_THR)
@@ -167,9 +170,14 @@ class Decoder:
                         hidden_OC[span] += backend.linear(out_THV.flatten(1), w.o[0])
                     else:
                         partial[span] = self._output(w, out_THV.flatten(1))
+        self._store(arriving)  # of a rank without any row
         if partial is not None:
             with self._timed("project"):
                 hidden_OC += mesh.tp.sum_rows("attention_out", partial, rows.tp_counts, dtype=hidden_OC.dtype)
+
+    def _store(self, arriving: Arriving) -> None:
+        with self._timed("store"):
+            arriving.finish()
 
     def _output(self, w: AttentionWeights, out_TJ: Tensor) -> Tensor:
         """[T, C]: what this rank's heads put out, slice by slice."""
@@ -199,7 +207,7 @@ class Decoder:
 
     def _select(
         self, index: int, w: IndexerWeights, x_OC: Tensor, q_latent: Tensor, rows: RankRows, parts: list[RowPart],
-        cos_AF: Tensor, sin_AF: Tensor,
+        cos_AF: Tensor, sin_AF: Tensor, arriving: Arriving,
     ) -> None:  # fmt: skip
         """Choose each row's positions, for this layer and the shared ones behind it."""
         indexer, backend, tp = self.config.indexer, self.backend, self.mesh.tp
@@ -211,6 +219,7 @@ class Decoder:
         for part in parts:
             cache = self.caches.index[index]
             if part.context is not None:
+                self._store(arriving)
                 cache = part.context.index(cache)
             for span, block in part.scored_blocks:
                 with self._timed("project"):
@@ -219,6 +228,7 @@ class Decoder:
                         interleaved=indexer.rope_interleave, quantise=cache.format == "fp8",
                         w_scale=indexer.head_dim**-0.5 * indexer.num_heads**-0.5,
                     )  # fmt: skip
+                self._store(arriving)
                 with self._timed("index"):
                     self.screen_counts += part.attend.select(q_TID, w_TI, cache, block, span)
         if rows.score_counts is not None:

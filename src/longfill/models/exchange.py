@@ -21,6 +21,29 @@ from longfill.models.weights import AttentionWeights
 from longfill.parallel.group import Group, Pending
 
 
+class Arriving:
+    """New keys on their way. What needs none of them can be computed before `finish`."""
+
+    def __init__(self, backend: Backend, parts: list[Tensor], rows: RankRows, pending: Pending | None) -> None:
+        """`parts`: uint8 [N, B, X], the caches that a message's row holds a row of, side by side."""
+        self._backend = backend
+        self._parts = parts
+        self._rows = rows
+        self._pending = pending
+
+    def finish(self) -> None:
+        """Store what comes from all ranks, as far as this one keeps it; once, however often it is called."""
+        if self._pending is None:
+            return
+        message_TM, self._pending = self._pending.wait(), None
+        assert self._rows.order_K is not None
+        first = 0
+        for part_NBX in self._parts:
+            end = first + part_NBX.shape[2]
+            self._backend.put_rows(message_TM[:, first:end], self._rows.order_K, part_NBX, self._rows.slots_K)
+            first = end
+
+
 class NewKeys:
     """Computes and stores a layer's new latent rows and index keys."""
 
@@ -32,35 +55,17 @@ class NewKeys:
 
     def start(
         self, layer: int, w: AttentionWeights, x_OC: Tensor, cos_OF: Tensor, sin_OF: Tensor, rows: RankRows
-    ) -> Pending | None:
-        """Store the rows held here, or with several ranks begin to send them; `finish` does the rest."""
+    ) -> Arriving:
+        """Store the rows held here, or with several ranks begin to send them; `finish` of the result does the rest."""
         latent, index = self._caches.latent[layer], self._caches.index.get(layer) if w.indexer is not None else None
         if rows.order_K is None:
             self._write(w, x_OC, cos_OF, sin_OF, latent, index, rows.slots_K)
-            return None
+            return Arriving(self._backend, [], rows, None)
         count = x_OC.shape[0]
-        own_latent, own_index = _staging(latent, count), None if index is None else _index_staging(index, count)
+        message_OM, own_latent, own_index = _message(latent, index, count)
         self._write(w, x_OC, cos_OF, sin_OF, own_latent, own_index, torch.arange(count))
-        return self._group.start_gather("new_keys", _message(own_latent, own_index, count), rows.held)
-
-    def finish(self, layer: int, pending: Pending | None, rows: RankRows) -> None:
-        """Store what has come from all ranks, as far as this one keeps it."""
-        if pending is None:
-            return
-        assert rows.order_K is not None
-        message_KM = pending.wait()[rows.order_K]
-        latent, index = self._caches.latent[layer], self._caches.index.get(layer)
-        width = latent.rows_NBX.shape[2]
-        put_rows(latent.rows_NBX, rows.slots_K, message_KM[:, :width])
-        if message_KM.shape[1] == width:
-            return
-        assert index is not None
-        end = width + index.values_NBX.shape[2]
-        put_rows(index.values_NBX, rows.slots_K, message_KM[:, width:end])
-        if index.scales_NB is not None:
-            page_size = index.scales_NB.shape[1]
-            scales_K = message_KM[:, end:].contiguous().view(torch.float32)[:, 0]
-            index.scales_NB[rows.slots_K // page_size, rows.slots_K % page_size] = scales_K
+        parts = [latent.rows_NBX] if index is None else [latent.rows_NBX, *_parts(index)]
+        return Arriving(self._backend, parts, rows, self._group.start_gather("new_keys", message_OM, rows.held))
 
     def _write(
         self, w: AttentionWeights, x_OC: Tensor, cos_OF: Tensor, sin_OF: Tensor, latent: LatentCache,
@@ -81,38 +86,28 @@ class NewKeys:
         )  # fmt: skip
 
 
-def put_rows(cache_NBX: Tensor, slots_K: Tensor, rows_KX: Tensor) -> None:
-    """Write rows (uint8) into the pages of a strided view, four bytes at a time: rows are multiples of that."""
-    words = cache_NBX.view(torch.int32)
-    words[slots_K // words.shape[1], slots_K % words.shape[1]] = rows_KX.contiguous().view(torch.int32)
+def _parts(index: IndexCache) -> list[Tensor]:
+    """uint8 [N, B, X]: keys, and their scales where there are any."""
+    scales_NB = index.scales_NB
+    return [index.values_NBX] if scales_NB is None else [index.values_NBX, scales_NB[..., None].view(torch.uint8)]
 
 
-def _staging(cache: LatentCache, count: int) -> LatentCache:
-    """One page of `count` rows in the cache's format."""
-    return dataclasses.replace(
-        cache, rows_NBX=torch.empty(1, max(count, 1), cache.rows_NBX.shape[2], dtype=torch.uint8)
-    )
-
-
-def _index_staging(cache: IndexCache, count: int) -> IndexCache:
-    values = torch.empty(1, max(count, 1), cache.values_NBX.shape[2], dtype=torch.uint8)
-    scales = None if cache.scales_NB is None else torch.empty(1, max(count, 1))
-    return dataclasses.replace(cache, values_NBX=values, scales_NB=scales)
-
-
-def _message(latent: LatentCache, index: IndexCache | None, count: int) -> Tensor:
-    """uint8 [O, M]: latent row, index key and its scale side by side."""
-    parts = [latent.rows_NBX[0, :count]]
-    if index is not None:
-        parts.append(index.values_NBX[0, :count])
-        if index.scales_NB is not None:
-            parts.append(index.scales_NB[0, :count, None].view(torch.uint8))
-    return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+def _message(
+    latent: LatentCache, index: IndexCache | None, count: int
+) -> tuple[Tensor, LatentCache, IndexCache | None]:
+    """uint8 [O, M]: latent row, index key and its scale side by side; and caches of one page that lie in it."""
+    message_1OM = torch.empty(1, max(count, 1), message_bytes(latent, index), dtype=torch.uint8)
+    end = latent.rows_NBX.shape[2]
+    own_latent = dataclasses.replace(latent, rows_NBX=message_1OM[..., :end])
+    if index is None:
+        return message_1OM[0, :count], own_latent, None
+    first, end = end, end + index.values_NBX.shape[2]
+    scales = None if index.scales_NB is None else message_1OM[..., end:].view(torch.float32)[..., 0]
+    own_index = dataclasses.replace(index, values_NBX=message_1OM[..., first:end], scales_NB=scales)
+    return message_1OM[0, :count], own_latent, own_index
 
 
 def message_bytes(latent: LatentCache, index: IndexCache | None) -> int:
     """M of a layer's messages."""
-    size = latent.rows_NBX.shape[2]
-    if index is not None:
-        size += index.values_NBX.shape[2] + (0 if index.scales_NB is None else 4)
-    return size
+    parts = [latent.rows_NBX] if index is None else [latent.rows_NBX, *_parts(index)]
+    return sum(part.shape[2] for part in parts)

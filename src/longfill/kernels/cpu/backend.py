@@ -113,6 +113,9 @@ class NativeBackend:
             k_TD, norm, cos_TF, sin_TF, cache, slots_T, interleaved=interleaved, num_threads=self.num_threads
         )
 
+    def put_rows(self, rows_SX: Tensor, order_K: Tensor, cache_NBX: Tensor, slots_K: Tensor) -> None:
+        rows.put_rows(rows_SX, order_K, cache_NBX, slots_K, num_threads=self.num_threads)
+
     def index_queries(
         self, q_TJ: Tensor, w_TI: Tensor, cos_TF: Tensor, sin_TF: Tensor, *, interleaved: bool, quantise: bool,
         w_scale: float,

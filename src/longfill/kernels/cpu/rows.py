@@ -90,6 +90,15 @@ def store_index_keys(
     )  # fmt: skip
 
 
+def put_rows(rows_SX: Tensor, order_K: Tensor, cache_NBX: Tensor, slots_K: Tensor, *, num_threads: int) -> None:
+    """`cache[slot k] = rows[order k]`, byte by byte; slots (int64) are distinct."""
+    from longfill.kernels.cpu import _native
+
+    _native.put_rows(
+        to_dlpack(rows_SX), to_dlpack(order_K), to_dlpack(cache_NBX), to_dlpack(slots_K), num_threads
+    )  # fmt: skip
+
+
 def index_queries(
     q_TJ: Tensor,
     w_TI: Tensor,

@@ -73,3 +73,9 @@ def store_index_keys(
     values, scales = quantise_index_keys(k_TD)
     cache.values_NBX[pages, offsets] = values
     cache.scales_NB[pages, offsets] = scales
+
+
+def put_rows(rows_SX: Tensor, order_K: Tensor, cache_NBX: Tensor, slots_K: Tensor) -> None:
+    """`cache[slot k] = rows[order k]`, for bytes."""
+    page_size = cache_NBX.shape[1]
+    cache_NBX[slots_K // page_size, slots_K % page_size] = rows_SX[order_K]
