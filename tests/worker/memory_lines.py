@@ -20,7 +20,7 @@ from longfill.worker.memory import MemoryPlan, plan_memory
 from longfill.worker.worker import record_layout
 
 MIB = 2**20
-TRANSIENT = ("activations", "attention tiles", "logits", "indexer tiles", "selection", "fp8 slices")
+TRANSIENT = ("activations", "attention tiles", "logits", "indexer tiles", "selection", "weight slices")
 """Rows of the plan from which a running step's tensors come; the score tiles in the fourth are reserved at start."""
 
 BACKENDS: dict[str, dict[str, Any]] = {

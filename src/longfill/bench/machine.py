@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from longfill import __version__
-from longfill.config import cgroup_memory_limit, default_threads
+from longfill.host import cgroup_memory_limit, default_threads
 from longfill.kernels.cpu import isa_names
 
 CPU_INFO = Path("/proc/cpuinfo")

@@ -18,8 +18,9 @@ import numpy as np
 
 from longfill.bench.child import ChildRequest
 from longfill.bench.process import Outcome, run_child
-from longfill.config import EngineArgs, cgroup_memory_limit
+from longfill.config import EngineArgs
 from longfill.errors import ConfigError
+from longfill.host import cgroup_memory_limit
 from longfill.models.config import ModelConfig
 
 PEER_MEMORY_SHARE = 0.8

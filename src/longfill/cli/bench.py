@@ -18,8 +18,9 @@ import typer
 
 from longfill.cli.console import duration, print_json, size, stderr
 from longfill.cli.flags import JsonFlag, engine_flags
-from longfill.config import EngineArgs, default_threads, parse_bytes
+from longfill.config import EngineArgs, parse_bytes
 from longfill.errors import ConfigError
+from longfill.host import default_threads
 
 if TYPE_CHECKING:
     from longfill.bench.kernels import KernelResult

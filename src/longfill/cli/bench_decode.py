@@ -15,8 +15,9 @@ import typer
 from longfill.cli.bench import PlotFlag, benchmark_model, check_plot, finish, parse_counts
 from longfill.cli.console import stderr
 from longfill.cli.flags import KNOBS, JsonFlag, engine_flags
-from longfill.config import MAX_SPECULATIVE_TOKENS, EngineArgs, default_threads
+from longfill.config import MAX_SPECULATIVE_TOKENS, EngineArgs
 from longfill.errors import ConfigError
+from longfill.host import default_threads
 
 if TYPE_CHECKING:
     from longfill.bench.decode import DecodePlan, DecodeResult

@@ -18,8 +18,9 @@ from longfill.bench.parallel_layout import Layout, parse_layouts
 from longfill.cli.bench import PlotFlag, benchmark_model, check_plot, finish, parse_counts
 from longfill.cli.console import duration, stderr
 from longfill.cli.flags import KNOBS, JsonFlag, engine_flags
-from longfill.config import CPU_LIMITS, EngineArgs, choices_of, default_threads
+from longfill.config import CPU_LIMITS, EngineArgs, choices_of
 from longfill.errors import ConfigError
+from longfill.host import default_threads
 
 if TYPE_CHECKING:
     from longfill.bench.parallel import ParallelPlan, Run

@@ -10,12 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from longfill.cache.layout import RecordLayout
-from longfill.config import DEFAULT_MEMORY_SHARE, EngineArgs, cgroup_memory_limit, default_threads, parse_bytes
+from longfill.config import DEFAULT_MEMORY_SHARE, EngineArgs, parse_bytes
 from longfill.errors import CapacityError
-from longfill.kernels import cpu
+from longfill.host import cgroup_memory_limit
 from longfill.kernels.reference.linear import DEQUANT_ROWS, MIN_ROWS
 from longfill.kernels.select import KernelChoice
 from longfill.kernels.workspace import SELECT_TILE, WorkspaceSizes, attention_tile_bytes
@@ -23,14 +21,13 @@ from longfill.models.config import ModelConfig
 from longfill.partition import LONG_MODEL_LEN, prefill_workspace_rows
 from longfill.partition.comm import ROUND_BYTES
 from longfill.units import NumPages, PageSize, pages_for
+from longfill.worker.native_bytes import native_bytes, native_index_bytes
 from longfill.worker.sampler import ROW_BYTES
 
 TILE_COPIES = 5
 """Arrays of ATTENTION_TILE_BYTES that attention holds at its peak: rows as stored, decoded, scores, weights, out."""
 SELECT_BYTES = 32
 """Bytes that selecting the top-k holds per score of a SELECT_TILE: comparisons, running counts, indices."""
-
-
 BLOCK_BYTES = 128 * 2**20
 """Bytes of queries, their latent form and outputs that a layer's rows hold at once; a step of more rows is cut."""
 MIN_BLOCK_ROWS = 128
@@ -222,8 +219,8 @@ def _fixed_rows(
         size = tokens * 8 + block * _join_row_bytes(config) + 3 * sampled * config.hidden_size * _element_bytes(config)
         rows.append(MemoryRow("draft layer", size, "tokens behind the rows, and what joins them to hidden states"))
         rows.append(MemoryRow("draft logits", 3 * 4 * guessing * config.vocab_size, f"{guessing} drafts at once, fp32"))
-    if config.quant is not None and not kernels.native:
-        rows.append(MemoryRow("fp8 slices", DEQUANT_ROWS * _widest_input(config) * 12, "weights in passing"))
+    if not kernels.native and (config.quant is not None or config.dtype != "float32"):
+        rows.append(MemoryRow("weight slices", DEQUANT_ROWS * _widest_input(config) * 12, "weights in passing"))
     if sizes.topk:
         rows.append(MemoryRow("selection", 2 * sizes.selection_bytes, f"top-{sizes.topk} positions of {tokens:,} rows"))
     if sizes.logits_bytes:
@@ -231,10 +228,10 @@ def _fixed_rows(
         rows.append(MemoryRow("indexer scores", sizes.logits_bytes, "one query chunk"))
         rows.append(MemoryRow("indexer tiles", tiles, "scoring and selection"))
     if kernels.native:
-        rows.append(MemoryRow("kernel scratch", _native_bytes(args, config), "packed rows, sums, key tiles"))
+        rows.append(MemoryRow("kernel scratch", native_bytes(args, config), "packed rows, sums, key tiles"))
     if kernels.native_index:
         assert layout.index_format is not None
-        scratch = _native_index_bytes(args, config, kernels, layout.index_format)
+        scratch = native_index_bytes(args, config, kernels, layout.index_format)
         rows.append(MemoryRow("indexer scratch", scratch, "streaming scores and top-k"))
     exchange = _exchange_bytes(args, config, layout, kernels, block)
     if exchange:
@@ -268,59 +265,8 @@ def _exchange_bytes(
     return total
 
 
-def _native_index_bytes(args: EngineArgs, config: ModelConfig, kernels: KernelChoice, index_format: str) -> int:
-    indexer = config.indexer
-    assert indexer is not None
-    threads = args.num_threads or default_threads()
-    return cpu.scratch_bytes(
-        heads=indexer.num_heads, dim=indexer.head_dim, topk=indexer.topk, num_threads=threads,
-        screen=kernels.screen, index_format=index_format,
-    )  # fmt: skip
-
-
-def _native_bytes(args: EngineArgs, config: ModelConfig) -> int:
-    """The most that native calls but `index_topk` take: one at a time, beside what a product has kept."""
-    threads, rows = args.num_threads or default_threads(), args.max_num_batched_tokens
-    shape = {"num_rows": rows, "compute_dtype": getattr(torch, config.dtype), "num_threads": threads}
-    c, hidden = config, config.hidden_size
-    products = [
-        (hidden, c.num_heads * c.v_head_dim),
-        (c.num_heads * c.qk_head_dim, c.q_lora_rank or hidden),
-        (c.vocab_size, hidden),
-    ]
-    if args.num_speculative_tokens:
-        products.append((hidden, 2 * hidden))
-    sizes = [cpu.linear_scratch_bytes(out_size=out_size, in_size=in_size, **shape) for out_size, in_size in products]
-    heads = ((c.kv_lora_rank, c.qk_nope_head_dim), (c.v_head_dim, c.kv_lora_rank))
-    sizes += [cpu.per_head_scratch_bytes(out_size=out_size, in_size=in_size, **shape) for out_size, in_size in heads]
-    sizes.append(cpu.mlp_scratch_bytes(hidden_size=hidden, inner_size=c.intermediate_size, **shape))
-    others = [
-        cpu.attention_scratch_bytes(
-            heads=c.num_heads, rank=c.kv_lora_rank, rope_dim=c.qk_rope_head_dim, num_threads=threads
-        )
-    ]
-    if c.moe is not None:
-        inner = c.moe.moe_intermediate_size
-        sizes.append(
-            cpu.experts_scratch_bytes(
-                hidden_size=hidden,
-                inner_size=inner,
-                shared_inner_size=inner * c.moe.num_shared_experts,
-                num_experts=c.moe.num_experts,
-                experts_per_token=c.moe.experts_per_token,
-                **shape,
-            )
-        )
-        others.append(
-            cpu.route_scratch_bytes(
-                hidden_size=hidden, num_experts=c.moe.num_experts, num_rows=rows, num_threads=threads
-            )
-        )
-    return max(sizes) + max(others)
-
-
 def _widest_input(config: ModelConfig) -> int:
-    """Most columns of a weight that is stored in fp8."""
+    """Most columns of a weight that is dequantised or widened."""
     attention = max(config.hidden_size, config.q_lora_rank or 0, config.kv_lora_rank)
     return max(attention, config.num_heads * config.v_head_dim, config.intermediate_size)
 

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from longfill.cache.layout import RecordLayout
-from longfill.config import DETERMINISTIC_SLICES, EngineArgs, cache_formats, default_threads
+from longfill.config import DETERMINISTIC_SLICES, EngineArgs, cache_formats
 from longfill.errors import ConfigError
+from longfill.host import default_threads
 from longfill.kernels.interface import ScreenCounts
 from longfill.kernels.select import choose_kernels, make_backends
 from longfill.kernels.workspace import Workspace

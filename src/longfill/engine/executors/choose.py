@@ -9,7 +9,7 @@ import dataclasses
 from pathlib import Path
 from typing import Literal
 
-from longfill.config import EngineArgs, default_threads
+from longfill.config import EngineArgs
 from longfill.engine.executors.interface import Executor
 from longfill.engine.executors.launch import VARIABLES, Launch
 from longfill.engine.executors.messages import MakeWorker
@@ -17,6 +17,7 @@ from longfill.engine.executors.spawn import spawn
 from longfill.engine.executors.torchrun import join
 from longfill.engine.executors.uni import UniExecutor
 from longfill.errors import ConfigError
+from longfill.host import default_threads
 from longfill.models.config import ModelConfig
 from longfill.parallel import Mesh
 from longfill.partition.mesh import MeshShape
