@@ -55,7 +55,7 @@ def test_balance_prints_one_object_and_report_its_table(longfill, tmp_path):
 @needs_native
 def test_prefill_and_decode_print_one_object_each(longfill, tmp_path):
     layouts = ["--layouts", "1,pcp2", "--repeats", "1", "--json", "--preset", "toy", "--keep", str(tmp_path)]
-    small = [*layouts, "--hf-overrides", '{"vocab_size": 128, "hidden_size": 64}', "--memory-budget", "1GiB"]
+    small = [*layouts, "--hf-overrides", '{"vocab_size": 128, "hidden_size": 64}', "--memory-budget", "3GiB"]
     common = {"machine", "load_average", "model", "threads", "repeats", "layouts", "parallel", "results"}
     common |= {"machine_scaling"}
 

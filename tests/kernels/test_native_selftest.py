@@ -49,6 +49,7 @@ def written(method: str, args: tuple[Any, ...], result: Any) -> Tensor:
         "sparse_mla": 5,
         "dense_mla": 5,
         "gather_rows": 2,
+        "put_rows": 2,
     }
     found: Tensor = args[out[method]] if method in out else result[1] if isinstance(result, tuple) else result
     return found
@@ -85,7 +86,8 @@ def test_cpu_01_sound_kernels_of_every_instruction_set_pass(
 
 METHODS = (
     "linear", "per_head", "mlp", "route", "experts", "fold_experts", "rms_norm", "rotate", "store_latent",
-    "store_index_keys", "index_queries", "index_topk", "merge_topk", "sparse_mla", "dense_mla", "gather_rows",
+    "store_index_keys", "put_rows", "index_queries", "index_topk", "merge_topk", "sparse_mla", "dense_mla",
+    "gather_rows",
 )  # fmt: skip
 
 

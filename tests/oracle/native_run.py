@@ -24,7 +24,7 @@ def record(folder: Path, backend: str, seed: int, count: int) -> dict[str, Any]:
     llm = LLM(
         str(folder), kernel_backend=backend, dtype="float32", indexer_cache_dtype="fp8", skip_tokenizer_init=True,
         max_model_len=count + DECODED,
-        memory_budget="1500MiB", sparse_indexer_max_logits_mb=8, num_threads=1,
+        memory_budget="4GiB", sparse_indexer_max_logits_mb=8, num_threads=1,
     )  # fmt: skip
     decoder = llm.engine.worker.decoder
     forward = decoder.forward

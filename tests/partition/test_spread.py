@@ -42,7 +42,7 @@ def request(name: int, start: int, query_len: int, dcp: int, *, drafts: int = 0)
 def cuts(draw: st.DrawFn) -> Cut:
     shape = draw(st.sampled_from(SHAPES))
     split = draw(st.sampled_from(["zigzag", "interleave", "contiguous"]))
-    return Cut(shape, 0, split, draw(st.sampled_from([1, 2, 4])), draw(st.sampled_from([1, 5])))
+    return Cut(shape, 0, split, draw(st.sampled_from([1, 2, 4])), draw(st.sampled_from([1, 40])))
 
 
 @st.composite
@@ -186,6 +186,16 @@ def test_zigzag_ranks_score_within_five_percent_of_each_other_over_128k(ranks: i
             assert max(pairs) / min(pairs) <= 1.01
         total.update(dict(enumerate(pairs)))
     assert max(total.values()) / min(total.values()) <= 1.01
+
+
+def test_scoring_is_shared_from_the_pairs_on_that_it_must_spare() -> None:
+    """Rows of 8 to 11 scored keys: the ranks score 17 and 21 of the 38, so that the one with most is spared 17."""
+    batch = [(7, 4, 0)]
+    (shared, _), (whole, _) = (plans(batch, Cut(MeshShape(tp=2), min_saved_pairs=pairs)) for pairs in (17, 18))
+    assert shared.score_counts == (2, 2)
+    assert shared.rank_scored_pairs == (17, 21)
+    assert whole.score_counts is None
+    assert whole.rank_scored_pairs == (38, 38)
 
 
 def test_two_medium_prompts_share_a_context_parallel_step() -> None:

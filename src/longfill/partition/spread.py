@@ -29,8 +29,8 @@ class Cut:
     split: Split = "zigzag"
     interleave: int = 1
     """Tokens in a row of one DCP rank's share."""
-    min_score_rows: int = 1
-    """Rows from which on TP ranks share the indexer's scoring."""
+    min_saved_pairs: int = 1
+    """(query, key) pairs that each TP rank must be spared by sharing the indexer's scoring, or every one scores all."""
 
     @property
     def dcp_rank(self) -> int:

@@ -202,9 +202,10 @@ def scoring_costs(positions: Int64Array, topk: int | None) -> Int64Array:
 
 
 def _score_counts(costs: Int64Array, cut: Cut) -> tuple[int, ...] | None:
-    if cut.shape.dcp > 1 or np.count_nonzero(costs) < cut.min_score_rows:
+    counts = None if cut.shape.dcp > 1 else balanced_cuts(costs, cut.shape.tp)
+    if counts is None or costs.sum() - max(_pairs(costs, counts, cut.shape.tp)) < cut.min_saved_pairs:
         return None
-    return balanced_cuts(costs, cut.shape.tp)
+    return counts
 
 
 def _pairs(costs: Int64Array, counts: tuple[int, ...] | None, tp: int) -> list[int]:

@@ -57,8 +57,10 @@ from longfill.worker.tails import Tails
 
 logger = logging.getLogger(__name__)
 
-MIN_SCORE_ROWS = 16
-"""Rows from which on TP ranks share the indexer's scoring: below, the exchange of indices costs more (measured)."""
+MIN_SPARED_PRODUCTS = 2**25
+"""Multiply-adds of the indexer that sharing its rows over TP ranks must spare each of them. Measured between two ranks
+of one machine: exchanging the indices of few rows takes 0.25 ms, in which a thread does 2**24.3, and 5 us more a row of
+top-2048."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,7 +114,8 @@ class Worker:
                 "--deterministic needs the native kernels, whose products do not depend on a rank's share of the "
                 f"outputs; this model would run on the reference ({self.kernels.why_reference})"
             )
-        self.cut = Cut(mesh.shape, mesh.rank, args.pcp_split, args.cp_kv_cache_interleave_size, MIN_SCORE_ROWS)
+        interleave = args.cp_kv_cache_interleave_size
+        self.cut = Cut(mesh.shape, mesh.rank, args.pcp_split, interleave, _min_saved_pairs(config))
         backend, index_backend = make_backends(self.kernels, dtype, threads)
         mtp = args.num_speculative_tokens > 0
         shards = weight_shards(args, mesh)
@@ -270,6 +273,12 @@ def _attention(args: EngineArgs, mesh: Mesh, attend: Attend) -> tuple[Attend, Sh
     count = DETERMINISTIC_SLICES if args.deterministic else dcp
     slices = KeySlices(count, args.cp_kv_cache_interleave_size, dcp, mesh.dcp.rank)
     return attend, ShardAttend(attend, mesh, slices, args.dcp_comm_backend)
+
+
+def _min_saved_pairs(config: ModelConfig) -> int:
+    """`Cut.min_saved_pairs`: MIN_SPARED_PRODUCTS by what one pair takes."""
+    indexer = config.indexer
+    return 1 if indexer is None else max(1, MIN_SPARED_PRODUCTS // (indexer.num_heads * indexer.head_dim))
 
 
 def record_layout(args: EngineArgs, config: ModelConfig) -> RecordLayout:

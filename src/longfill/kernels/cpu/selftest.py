@@ -178,6 +178,12 @@ def _row_checks(dtype: torch.dtype) -> list[Check]:
         backend.store_latent(kv_TX, norm_R, 1e-6, *_rotation(), cache, slots_T, interleaved=False)
         return _gather(backend, cache, RequestRows(0, ROWS, 0, PAGES))
 
+    def put(backend: Backend) -> Tensor:
+        cache_NBX = _latent_cache("bfloat16").rows_NBX
+        rows_TX = torch.arange(ROWS * cache_NBX.shape[2]).to(torch.uint8).view(ROWS, -1)
+        backend.put_rows(rows_TX, torch.arange(ROWS).flip(0), cache_NBX, _slots(torch.arange(ROWS)))
+        return cache_NBX
+
     stores = [
         Check(
             f"store_latent or gather_rows ({name})",
@@ -189,7 +195,7 @@ def _row_checks(dtype: torch.dtype) -> list[Check]:
     norm = Check(
         "rms_norm", lambda backend: backend.rms_norm(x_TC, torch.ones(HIDDEN, dtype=dtype), 1e-6), _error(dtype)
     )
-    return [norm, Check("rotate", rotate, _error(dtype)), *stores]
+    return [norm, Check("rotate", rotate, _error(dtype)), Check("put_rows", put, 0.0), *stores]
 
 
 def _gather(backend: Backend, cache: LatentCache, request: RequestRows) -> Tensor:
