@@ -75,6 +75,9 @@ def test_ranks_of_this_machine_are_all_unless_torchrun_says_otherwise(monkeypatc
     args = EngineArgs(tensor_parallel_size=4)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert args.local_ranks == 4
-    monkeypatch.setenv("RANK", "0")
+    for name, value in (("RANK", "0"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "29500"), ("WORLD_SIZE", "1")):
+        monkeypatch.setenv(name, value)
+        assert args.local_ranks == 4  # not launched, or by itself, as a container may be that starts its own ranks
+    monkeypatch.setenv("WORLD_SIZE", "4")
     assert args.local_ranks == 2
     assert EngineArgs(tensor_parallel_size=4, distributed_executor_backend="mp").local_ranks == 4

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from longfill import host
-from longfill.host import cgroup_cpu_count, cgroup_memory_limit, default_threads, physical_core_count
+from longfill.host import cgroup_cpu_count, cgroup_memory_limit, default_threads, node_core_counts
 
 MACHINE = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 MIB = 2**20
@@ -146,13 +146,19 @@ def test_cpu_01_a_core_counts_once_and_only_one_nodes_cores_count(
     cores: int,
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(affinity))
-    assert physical_core_count(put_system(tmp_path, nodes, siblings)) == cores
+    assert max(node_core_counts(put_system(tmp_path, nodes, siblings))) == cores
 
 
-@pytest.mark.parametrize(("quota_cores", "physical", "threads"), [(2, 4, 2), (8, 4, 4), (3, 3, 3)])
-def test_cpu_01_threads_default_to_the_fewer_of_quota_and_cores(
-    monkeypatch: pytest.MonkeyPatch, quota_cores: int, physical: int, threads: int
+@pytest.mark.parametrize(
+    ("quota_cores", "nodes", "processes", "threads"),
+    [
+        (2, [4], 1, 2), (8, [4, 0], 1, 4), (3, [3], 1, 3), (64, [32, 32], 1, 32), (64, [32, 32], 2, 32),
+        (64, [32, 32], 3, 21), (10, [32, 32], 2, 5), (2, [2], 4, 1),
+    ],
+)  # fmt: skip
+def test_cpu_01_threads_default_to_a_part_of_all_cores_within_a_node(
+    monkeypatch: pytest.MonkeyPatch, quota_cores: int, nodes: list[int], processes: int, threads: int
 ) -> None:
     monkeypatch.setattr(host, "cgroup_cpu_count", lambda: quota_cores)
-    monkeypatch.setattr(host, "physical_core_count", lambda: physical)
-    assert default_threads() == threads
+    monkeypatch.setattr(host, "node_core_counts", lambda: nodes)
+    assert default_threads(processes) == threads

@@ -37,6 +37,9 @@ page cache, other processes and the fragmentation of the allocator."""
 
 MAX_SPECULATIVE_TOKENS = 8
 
+LAUNCH_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""What a launcher such as torchrun puts into the environment of every rank."""
+
 DETERMINISTIC_SLICES = 8
 """Slices of inner widths, and of a context's keys, that `--deterministic` adds up: the most ranks that it can serve."""
 
@@ -293,8 +296,12 @@ class EngineArgs:
 
     @property
     def local_ranks(self) -> int:
-        """Those of them on this machine: all, unless torchrun says otherwise."""
-        started = "RANK" in os.environ and self.distributed_executor_backend in ("auto", "external_launcher")
+        """Those of them on this machine: all, unless the launcher that has started them says otherwise."""
+        started = self.distributed_executor_backend == "external_launcher" or (
+            self.distributed_executor_backend == "auto"
+            and all(name in os.environ for name in LAUNCH_VARIABLES)
+            and os.environ["WORLD_SIZE"] != "1"
+        )
         local = os.environ.get("LOCAL_WORLD_SIZE", "") if started else ""
         return int(local) if local.isdigit() and int(local) > 0 else self.num_ranks
 

@@ -41,21 +41,25 @@ def cgroup_cpu_count(root: Path = CGROUP_ROOT, membership: Path = CGROUP_MEMBERS
     return cores
 
 
-def physical_core_count(system: Path = SYSTEM) -> int:
-    """Cores of the affinity mask in the NUMA node that has most of them, each counted once whatever its threads.
+def node_core_counts(system: Path = SYSTEM) -> list[int]:
+    """Cores of the affinity mask in each NUMA node, each counted once: its hardware threads share its multipliers.
 
-    Hardware threads of a core share its multipliers, and threads on two nodes wait for memory across the link.
-    `system` is the kernel's description; a CPU that it does not mention is a core of its own.
+    `system` is the kernel's description; a CPU that it does not mention is a core of its own, of one node more.
     """
     allowed = set(os.sched_getaffinity(0))
     nodes = [allowed & _cpu_list(_read_text(file)) for file in (system / "node").glob("node[0-9]*/cpulist")]
     nodes.append(allowed.difference(*nodes))
-    return max(len({_core_of(cpu, system) for cpu in node}) for node in nodes)
+    return [len({_core_of(cpu, system) for cpu in node}) for node in nodes]
 
 
-def default_threads() -> int:
-    """Compute threads where nobody names a number: `physical_core_count`, cut by `cgroup_cpu_count`."""
-    return min(cgroup_cpu_count(), physical_core_count())
+def default_threads(processes: int = 1) -> int:
+    """Compute threads of each of so many processes where nobody names a number: at least 1.
+
+    They share the cores that the affinity mask and `cgroup_cpu_count` leave, and none has more than those of the
+    largest NUMA node: threads on two nodes wait for memory across the link.
+    """
+    nodes = node_core_counts()
+    return max(1, min(min(cgroup_cpu_count(), sum(nodes)) // processes, max(nodes)))
 
 
 def _core_of(cpu: int, system: Path) -> int:

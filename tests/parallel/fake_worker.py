@@ -57,6 +57,12 @@ def _trouble_at_start() -> Trouble:
     return Trouble(int(rank), where, what)
 
 
+class Result(list[int]):
+    """What the exchanges of a step have brought, and the bytes that it has sent."""
+
+    comm: dict[str, int]
+
+
 class FakeWorker:
     """What executors use of a worker."""
 
@@ -70,11 +76,16 @@ class FakeWorker:
         self.pages = mesh.world.smallest("pages", 100 + mesh.rank)
         trouble.strike(mesh.rank, "loaded")
 
-    def execute(self, plan: Any, _inputs: Any, prompts: Any = ()) -> list[int]:
-        return self._step(plan.requests, prompts)
+    def execute(self, plan: Any, _inputs: Any, prompts: Any = ()) -> Result:
+        self.mesh.comm.take()
+        result = Result(self._step(plan.requests, prompts))
+        result.comm = self.mesh.comm.take()
+        return result
 
-    def follow(self, requests: tuple[Trouble, ...], prompts: Any = ()) -> None:
+    def follow(self, requests: tuple[Trouble, ...], prompts: Any = ()) -> dict[str, int]:
+        self.mesh.comm.take()
         self._step(requests, prompts)
+        return self.mesh.comm.take()
 
     def _step(self, requests: tuple[Trouble, ...], prompts: Any) -> list[int]:
         world = self.mesh.world

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
 from longfill.engine.engine import LLMEngine
 from longfill.partition import StepPlan
+from longfill.partition.comm import step_comm
+from longfill.worker.comm_sizes import comm_sizes
 
 
 @dataclass
@@ -15,10 +19,15 @@ class Steps:
 
     plans: list[StepPlan] = field(default_factory=list)
     comm: list[dict[str, int]] = field(default_factory=list)
+    """Of rank 0."""
     sampled: list[dict[str, int]] = field(default_factory=list)
     """Tokens that each request got."""
     draft_plans: list[list[StepPlan]] = field(default_factory=list)
     """Of each step, those of guesses behind the first."""
+    sent: list[dict[str, int]] = field(default_factory=list)
+    """By rank, in all steps together, as the executor says."""
+    predicted: list[dict[str, int]] = field(default_factory=list)
+    """The same by `partition.comm`."""
 
 
 def record(engine: LLMEngine) -> Steps:
@@ -47,3 +56,15 @@ def record(engine: LLMEngine) -> Steps:
 
         drafter._plan = planned
     return steps
+
+
+def count_all_ranks(steps: Steps, engine: LLMEngine) -> None:
+    """Fill `sent` and `predicted` of the steps that an engine has taken."""
+    worker = engine.worker
+    sizes, own = comm_sizes(worker.args, worker.config, worker.layout), worker.cut
+    steps.sent = engine.executor.rank_comm()
+    for rank in range(own.shape.world):
+        worker.cut = dataclasses.replace(own, rank=rank)
+        plans = [worker.plan(plan.requests) for plan in steps.plans]
+        steps.predicted.append(dict(sum((step_comm(plan, worker.cut, sizes) for plan in plans), Counter())))
+    worker.cut = own

@@ -10,7 +10,7 @@ import pytest
 import torch
 from tests.native import needs_native
 from tests.parallel.layouts import EXACT, PCP, ROUNDED, TP, answer, prompts
-from tests.parallel.recorded import Steps, record
+from tests.parallel.recorded import Steps, count_all_ranks, record
 from torch import Tensor
 
 from longfill import LLM
@@ -44,6 +44,7 @@ def run(**args: Any) -> tuple[Steps, Any, Cut]:
         steps = record(llm.engine)
         answer(llm, [asked, asked[-1:]], max_tokens=4)
         worker = llm.engine.worker
+        count_all_ranks(steps, llm.engine)
         assert llm.stats.comm == dict(sum((Counter(comm) for comm in steps.comm), Counter()))
         return steps, comm_sizes(worker.args, worker.config, worker.layout), worker.cut
 
@@ -61,6 +62,8 @@ def test_every_step_sends_what_was_predicted(layout: str, deterministic: bool) -
     assert len(steps.plans) > 5
     for plan, comm in zip(steps.plans, steps.comm, strict=True):
         assert comm == dict(step_comm(plan, cut, sizes))
+    assert len(steps.sent) == cut.shape.world
+    assert steps.sent == steps.predicted
 
 
 @pytest.mark.parametrize("layout", [{PCP: 2}, {PCP: 3, "pcp_split": "interleave"}, {PCP: 4}])
@@ -83,9 +86,8 @@ def test_rows_go_once_to_every_rank_that_has_an_expert_of_theirs(
     assert len(chosen) == moe_layers * len(one.plans)
     for number, (plan, comm) in enumerate(zip(steps.plans, steps.comm, strict=True)):
         want = step_comm(plan, cut, sizes)
-        rounds = expert_rounds(
-            max(plan.share.held), hidden=sizes.hidden, experts_per_token=sizes.experts_per_token, ranks=layout[PCP]
-        )
+        outputs = sizes.experts_per_token * layout[PCP]
+        rounds = expert_rounds(max(plan.share.held), hidden=sizes.hidden, outputs=outputs)
         for ids in chosen[number * moe_layers : (number + 1) * moe_layers]:
             of_rank = [ids.numpy()[rows] for rows in plan.share.rank_rows]
             want += expert_comm(of_rank, cut, sizes, len(rounds))

@@ -206,6 +206,64 @@ def test_a_rank_that_is_slow_but_alive_is_waited_for(executor: Any) -> None:
     executor.check()
 
 
+def test_a_rank_that_is_slower_than_the_time_limit_is_named_with_what_it_does(
+    children: list[psutil.Process],
+) -> None:
+    executor = start(limit=0.4)
+    children += rank_processes()
+    with pytest.raises(ParallelError) as caught:
+        executor.execute(plan_of(Trouble(1, "5", "sleep")), ())
+    text = str(caught.value)
+    assert "waits for rank 1: no answer within 0.4 s" in text
+    assert f"rank 1 ({os.uname().nodename}, pid {pids(executor)[1]}) computes" in text
+    assert "if a rank is only slow, raise --distributed-timeout-seconds" in text
+
+
+def test_ranks_that_are_idle_for_longer_than_the_time_limit_stay(children: list[psutil.Process]) -> None:
+    executor = start(limit=1.0)
+    children += rank_processes()
+    time.sleep(3.0)
+    assert len(executor.execute(plan_of(), ())) == ROUNDS + 1
+    executor.close()
+
+
+class Unreadable:
+    """Pickles here, and nowhere else."""
+
+    def __reduce__(self) -> Any:
+        return _only_here, (os.getpid(),)
+
+
+def _only_here(pid: int) -> None:
+    if os.getpid() != pid:
+        raise LookupError("the fake worker's argument cannot be read")
+
+
+def test_a_message_that_a_rank_cannot_read_is_said_and_waited_for_by_none() -> None:
+    with pytest.raises(ParallelError, match=r"rank 1 .* cannot read what rank 0 has sent: LookupError: the fake"):
+        make_executor(
+            EngineArgs(tensor_parallel_size=2, distributed_timeout_seconds=LIMIT),
+            Unreadable(),
+            None,
+            FakeWorker,  # type: ignore[arg-type]
+        )
+
+
+def test_a_word_of_a_rank_that_rank_0_cannot_read_is_a_failure(executor: Any) -> None:
+    peer = executor._followers._peers[1]
+    peer.connection.recv = lambda: _only_here(0)
+    with pytest.raises(EngineDeadError, match=r"rank 1 .* it says what cannot be read: LookupError"):
+        look_until_it_fails(executor)
+
+
+def test_every_ranks_bytes_are_counted(executor: Any) -> None:
+    assert executor.rank_comm() == [{}, {}, {}]
+    for _ in range(3):
+        executor.execute(plan_of(), ())
+    kv = 3 * ROUNDS * 2 * 1000 * 3 * 8
+    assert executor.rank_comm() == [{"kv": kv}, {"kv": kv, "logits": 12}, {"kv": kv, "logits": 12}]
+
+
 @pytest.mark.parametrize("rank", [1, 2])
 def test_a_followers_own_error_is_the_reason_that_is_given(rank: int, capfd: pytest.CaptureFixture[str]) -> None:
     executor = start()

@@ -239,6 +239,9 @@ def test_a_difference_between_two_ranks_is_said_whatever_it_is() -> None:
     assert "another config.json" in str(first.difference(other_config))
     assert "other weights" in str(first.difference(dataclasses.replace(same, weights="")))
     assert "torch 1.0" in str(first.difference(dataclasses.replace(same, versions=same.versions | {"torch": "1.0"})))
+    other = dataclasses.replace(same, kernels="native CPU kernels (avx2)")
+    assert "computes with native CPU kernels (avx2)" in str(first.difference(other))
+    assert "set LONGFILL_ISA" in str(first.difference(other))
     lost = dataclasses.replace(first, address="127.0.1.1")
     assert "set MASTER_ADDR to an address that all machines reach" in str(lost.difference(same))
 

@@ -7,13 +7,15 @@ hits, some requests are preempted, and drafts run beside.
 from __future__ import annotations
 
 import functools
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tests.native import needs_native
-from tests.parallel.layouts import DETERMINISTIC, EXACT, ROUNDED, Answers, answer, prompts
+from tests.parallel.layouts import DETERMINISTIC, EXACT, PCP, ROUNDED, Answers, answer, prompts
 from tests.tiny import make_checkpoint
 
 from longfill import LLM
@@ -107,6 +109,24 @@ def test_rows_over_ranks_and_experts_over_ranks_give_the_same_bits(runs: Runs, l
 @pytest.mark.parametrize("what", ["plain", "mtp"])
 def test_a_model_of_odd_sizes_gives_the_same_bits(runs: Runs, layout: str, what: str) -> None:
     got, want = runs.run("odd", what, EXACT[layout]), runs.one_rank("odd", what)
+    assert (got.token_ids, got.digests) == (want.token_ids, want.digests)
+
+
+@pytest.mark.parametrize("form", ["high_throughput", "low_latency"])
+@pytest.mark.parametrize("shared", [0, 1])
+def test_ranks_without_an_expert_give_the_same_bits(tmp_path: Path, shared: int, form: str) -> None:
+    make_checkpoint(tmp_path / "few", "glm_moe_dsa", n_routed_experts=3, num_experts_per_tok=2)
+    if not shared:
+        weights, config = tmp_path / "few/model.safetensors", tmp_path / "few/config.json"
+        save_file({name: x for name, x in load_file(weights).items() if "shared_experts" not in name}, weights)
+        config.write_text(json.dumps(json.loads(config.read_text()) | {"n_shared_experts": 0}))
+
+    def run(**layout: Any) -> Answers:
+        with LLM(str(tmp_path / "few"), **(COMMON | {"skip_tokenizer_init": True} | layout)) as llm:
+            return answer(llm, [prompts((1, 65, 300), 512)])
+
+    got = run(**{PCP: 4, "enable_expert_parallel": True, "all2all_backend": form})
+    want = run()
     assert (got.token_ids, got.digests) == (want.token_ids, want.digests)
 
 

@@ -161,6 +161,7 @@ def stats_report(stats: EngineStats) -> dict[str, Any]:
         "steps": stats.steps,
         "tokens": stats.tokens,
         "preemptions": stats.preemptions,
+        "comm": dict(stats.comm),
         "spec": spec_report(stats.spec),
         "seconds": dict(stats.seconds),
     }

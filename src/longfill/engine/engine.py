@@ -302,7 +302,7 @@ class LLMEngine:
             pages_cached=self.cache.num_cached_pages,
             pages_total=self.cache.num_usable_pages,
             indexer_chunks=full * sum(len(plan.indexer_chunks) for plan in outcome.plans),
-            scored_pairs=full * sum(plan.scored_pairs for plan in outcome.plans),
+            scored_pairs=full * sum(plan.rank_scored_pairs[0] for plan in outcome.plans),
             screened_pairs=outcome.screen.screened,
             screen_survivors=outcome.screen.survivors,
             gathered_rows=layers * sum(plan.gathered_rows for plan in outcome.plans),

@@ -46,12 +46,11 @@ class ExpertParallel:
         assert own is not None
         ids_OK, factors_OK = self._backend.route(x_OC, weights.router, weights.bias, self._choice)
         shared_OC = None if own.shared is None else self._backend.mlp(x_OC, own.shared, dtype=torch.float32)
-        rounds = expert_rounds(
-            most_rows, hidden=x_OC.shape[1], experts_per_token=self._choice.experts_per_token, ranks=self._group.size
-        )
-        row_bytes = x_OC.shape[1] * x_OC.element_size()
-        fixed = sends_fixed_buffers(self._form, most_rows, num_experts=sum(self._held), row_bytes=row_bytes)
+        num_experts, row_bytes = sum(self._held), x_OC.shape[1] * x_OC.element_size()
+        fixed = sends_fixed_buffers(self._form, most_rows, num_experts=num_experts, row_bytes=row_bytes)
         send = self._fixed if fixed else self._by_rank
+        outputs = num_experts if fixed else self._choice.experts_per_token * self._group.size
+        rounds = expert_rounds(most_rows, hidden=x_OC.shape[1], outputs=outputs)
         out_OC, first = torch.empty_like(x_OC), 0
         for rows in rounds:
             at = slice(first, min(first + rows, x_OC.shape[0]))
@@ -106,5 +105,7 @@ class ExpertParallel:
 
     def _outputs(self, x_SC: Tensor, local_S: Tensor, experts: Sequence[Mlp]) -> Tensor:
         """fp32 [S, C]: one expert's output for each row, as it is before it is weighed."""
+        if not experts:  # there are more ranks than experts
+            return torch.empty(0, x_SC.shape[1])
         ones = torch.ones(x_SC.shape[0], 1)
         return self._backend.experts(x_SC, local_S[:, None], ones, experts, None, dtype=torch.float32)

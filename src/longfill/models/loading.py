@@ -284,7 +284,8 @@ class _Loader:
         self, experts: list[tuple[Mlp | None, ...]], index: int, shared: Mlp | None
     ) -> ExpertWeights | None:
         own = tuple(mlp for slices in experts if (mlp := slices[index]) is not None)
-        return ExpertWeights(own, shared) if own or shared is not None else None
+        nothing = not own and shared is None and not self.shards.expert_parallel
+        return None if nothing else ExpertWeights(own, shared)
 
     def fused_experts(
         self, prefix: str, num_experts: int, size: int, held: range, slices: list[range]

@@ -26,8 +26,6 @@ class Mesh:
         self.shape = shape
         self.rank = rank
         """World rank."""
-        self.place = shape.place(rank)
-        """Coordinates on the axes dp, pp, pcp and tp."""
         self.comm = Comm()
 
         def group(axis: Axis) -> Group:

@@ -79,12 +79,10 @@ def step_comm(plan: StepPlan, cut: Cut, sizes: CommSizes) -> Counter[str]:
     total = layers_comm(plan, cut, sizes, sizes.layers) + collect_comm(plan.share.pick(plan.sample_rows), cut, sizes)
     if not sizes.expert_parallel:
         return total
-    most, ranks = max(plan.share.held), len(cut.shape.group("ep", cut.rank))
+    most = max(plan.share.held)
     row_bytes = sizes.hidden * sizes.element_bytes
     if sends_fixed_buffers(sizes.all2all, most, num_experts=sizes.num_experts, row_bytes=row_bytes):
-        rounds = expert_rounds(
-            most, hidden=sizes.hidden, experts_per_token=sizes.experts_per_token, ranks=ranks
-        )  # fmt: skip
+        rounds = expert_rounds(most, hidden=sizes.hidden, outputs=sizes.num_experts)
         for layer in sizes.layers:
             if layer.moe:
                 total += fixed_expert_comm(rounds, cut, sizes)
@@ -182,9 +180,13 @@ FIXED_BUFFER_BYTES = 2**18
 """Bytes of fixed buffers up to which `auto` sends them."""
 
 
-def expert_rounds(most_rows: int, *, hidden: int, experts_per_token: int, ranks: int) -> tuple[int, ...]:
-    """Rows of a rank that each round of a layer's experts takes; `most_rows`: of the rank that has most."""
-    size = max(1, ROUND_BYTES // (FLOAT_BYTES * hidden * experts_per_token * ranks))
+def expert_rounds(most_rows: int, *, hidden: int, outputs: int) -> tuple[int, ...]:
+    """Rows of a rank that each round of a layer's experts takes; `most_rows`: of the rank that has most.
+
+    `outputs`: what a rank may hold at once for every such row: in the high-throughput form those of as many rows of
+    each rank, in the low-latency form a place for each expert.
+    """
+    size = max(1, ROUND_BYTES // (FLOAT_BYTES * hidden * outputs))
     return tuple(min(size, most_rows - first) for first in range(0, most_rows, size))
 
 

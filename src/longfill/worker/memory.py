@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from longfill.cache.layout import RecordLayout
-from longfill.config import DEFAULT_MEMORY_SHARE, EngineArgs, parse_bytes
+from longfill.config import DEFAULT_MEMORY_SHARE, DETERMINISTIC_SLICES, EngineArgs, parse_bytes
 from longfill.errors import CapacityError
 from longfill.host import cgroup_memory_limit
 from longfill.kernels.reference.linear import DEQUANT_ROWS, MIN_ROWS
@@ -257,11 +257,15 @@ def _exchange_bytes(
     total = tokens * (keys + rows)
     if args.decode_context_parallel_size > 1 or args.deterministic:
         heads = c.num_heads
-        total += block * heads * (2 * size * (c.kv_lora_rank + c.qk_rope_head_dim) + 5 * 4 * (c.kv_lora_rank + 1))
+        # Parts of a row's attention: of all slices at once, or as they are cut, sent, received and merged.
+        parts = max(DETERMINISTIC_SLICES + 2, 2 + 3 * args.decode_context_parallel_size)
+        total += block * heads * (2 * size * (c.kv_lora_rank + c.qk_rope_head_dim) + parts * 4 * (c.kv_lora_rank + 1))
         total += block * 6 * 8 * (kernels.topk or 0) * args.decode_context_parallel_size
     if args.enable_expert_parallel and c.moe is not None:
-        outputs = tokens * c.moe.experts_per_token * c.hidden_size
-        total += 3 * min(ROUND_BYTES, 4 * outputs) + 2 * outputs * size
+        # Of a round: outputs as they are computed, sent and received, in fp32, and rows as they are sent, received and
+        # laid out for the experts. The low-latency form has a place for every expert.
+        places = c.moe.experts_per_token if args.all2all_backend == "high_throughput" else c.moe.num_experts
+        total += min(ROUND_BYTES, 4 * tokens * places * c.hidden_size) * 3 * (4 + size) // 4
     return total
 
 

@@ -155,6 +155,9 @@ class Worker:
                 num_tokens=args.num_speculative_tokens, page_tokens=self.page_tokens,
                 max_model_len=self.memory.max_model_len,
             )  # fmt: skip
+        # What the start has exchanged belongs to no step.
+        mesh.comm.take()
+        mesh.comm.take_seconds()
 
     @property
     def page_tokens(self) -> PageSize:

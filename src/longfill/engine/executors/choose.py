@@ -9,9 +9,9 @@ import dataclasses
 from pathlib import Path
 from typing import Literal
 
-from longfill.config import EngineArgs
+from longfill.config import LAUNCH_VARIABLES, EngineArgs
 from longfill.engine.executors.interface import Executor
-from longfill.engine.executors.launch import VARIABLES, Launch
+from longfill.engine.executors.launch import Launch
 from longfill.engine.executors.messages import MakeWorker
 from longfill.engine.executors.spawn import spawn
 from longfill.engine.executors.torchrun import join
@@ -77,7 +77,8 @@ def _launch() -> Launch:
     launch = Launch.from_environment()
     if launch is None:
         raise ConfigError(
-            f"{_FLAG} external_launcher: {', '.join(VARIABLES)} are not all in the environment; start with torchrun"
+            f"{_FLAG} external_launcher: {', '.join(LAUNCH_VARIABLES)} are not all in the environment; start with "
+            "torchrun"
         )
     return launch
 
@@ -91,4 +92,4 @@ def _sizes(args: EngineArgs) -> str:
 
 def _with_threads(args: EngineArgs, local_ranks: int) -> EngineArgs:
     """Each rank's threads: as given, or its part of this machine's."""
-    return dataclasses.replace(args, num_threads=args.num_threads or max(1, default_threads() // local_ranks))
+    return dataclasses.replace(args, num_threads=args.num_threads or default_threads(local_ranks))

@@ -18,6 +18,7 @@ from multiprocessing.connection import Connection
 from longfill.engine.executors.messages import (
     Beat,
     Connecting,
+    Done,
     Failed,
     FromFollower,
     Here,
@@ -47,8 +48,8 @@ class Follower:
         self._sending = threading.Lock()
         self._rank = rank
         self._beat_seconds = beat_seconds(time_limit)
-        self._inbox: queue.SimpleQueue[ToFollower | None] = queue.SimpleQueue()
-        """What rank 0 says; None once it is gone."""
+        self._inbox: queue.SimpleQueue[ToFollower | Exception | None] = queue.SimpleQueue()
+        """What rank 0 says; None once it is gone, an error where it cannot be read."""
         self._leaves = threading.Event()
         self._state = "starts"
         self._mesh: Mesh | None = None
@@ -74,8 +75,13 @@ class Follower:
             self._leave()
 
     def receive(self) -> ToFollower | None:
-        """The next message of rank 0; None once it is gone."""
+        """The next message of rank 0; None once it is gone. Raises LongfillError, of which rank 0 is told, for one that
+        cannot be read."""
         message = self._inbox.get()
+        if isinstance(message, Exception):
+            why = f"it cannot read what rank 0 has sent: {type(message).__name__}: {message}"
+            self.send(Failed(why, self._state, secondary=False))
+            raise LongfillError(f"rank {self._rank}: {why}")
         if message is None:
             self._leaves.set()
             logger.error("rank %d ends, since rank 0 is gone", self._rank)
@@ -96,8 +102,9 @@ class Follower:
         self.send(Ready())
         while isinstance(message := self.receive(), Step):
             self._state = "computes"
-            worker.follow(message.requests, message.prompts)
+            comm = worker.follow(message.requests, message.prompts)
             self._state = "is idle"
+            self.send(Done(comm))
         return 1 if message is None else 0
 
     def _leave(self) -> None:
@@ -109,13 +116,17 @@ class Follower:
 
     def _listen(self) -> None:
         """Take what rank 0 says, whatever the main thread does; end the process if rank 0 goes and nobody looks."""
-        with contextlib.suppress(EOFError, OSError):
+        try:
             while True:
                 message: ToFollower = self._connection.recv()
                 self._inbox.put(message)
                 if isinstance(message, Stop):
                     return
-        self._inbox.put(None)
+        except (EOFError, OSError):
+            self._inbox.put(None)
+        except Exception as error:
+            self._inbox.put(error)  # what was sent does not unpickle here
+            return
         if not self._leaves.wait(_LAST_WORDS_SECONDS):
             # In a kernel, or in a wait for a rank that will never answer.
             logger.error("rank %d ends while it %s, since rank 0 is gone", self._rank, self._doing())

@@ -10,6 +10,7 @@ import contextlib
 import pickle
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
@@ -17,6 +18,7 @@ from multiprocessing.connection import Connection, wait
 from longfill.engine.executors.messages import (
     Beat,
     Connecting,
+    Done,
     Exited,
     Failed,
     FromFollower,
@@ -61,6 +63,10 @@ class Peer:
     ended: float | None = None
     """When its connection was found closed."""
     exit_code: int | None = None
+    steps: int = 0
+    """Those that it has computed."""
+    comm: Counter[str] = field(default_factory=Counter)
+    """Bytes that it has sent to other ranks in them, by what they were."""
 
     @property
     def name(self) -> str:
@@ -73,6 +79,9 @@ class Peer:
             self.pid, self.host = message.pid, message.host
         elif isinstance(message, Beat):
             self.work, self.state = message.work, message.state
+        elif isinstance(message, Done):
+            self.steps += 1
+            self.comm.update(message.comm)
         elif isinstance(message, Failed):
             self.failed = message
         elif isinstance(message, Connecting):
@@ -150,6 +159,14 @@ class Followers:
         """Wait until every follower has loaded. Raises ParallelError where one dies, fails or is silent."""
         self._wait_for(lambda peer: peer.is_ready)
 
+    def comm(self, steps: int) -> list[dict[str, int]]:
+        """Bytes that each follower has sent to other ranks in so many steps, by what they were.
+
+        Waits for what they say of the last one. Raises ParallelError where one is lost before.
+        """
+        self._wait_for(lambda peer: peer.steps >= steps)
+        return [dict(peer.comm) for peer in self._peers.values()]
+
     def explain(self, symptom: str) -> str:
         """End all followers; returns the reason, of which rank 0 has seen a symptom."""
 
@@ -159,7 +176,9 @@ class Followers:
         with self._changed:
             self._changed.wait_for(has_reason, timeout=2 * _CAUSE_SECONDS)
             silent = self._silent_peer(_MISSED_BEATS * self._beat_seconds)
-        return self.fail(symptom if silent is None else silent.silence_words)
+        if silent is not None:
+            return self.fail(silent.silence_words)
+        return self.fail(self._lateness(symptom))
 
     def fail(self, reason: str) -> str:
         """End all followers for a reason; returns the first one that was given."""
@@ -214,6 +233,11 @@ class Followers:
             else:
                 peer.ended = time.monotonic()
             return
+        except Exception as error:
+            if peer is None:
+                raise
+            peer.failed = Failed(f"it says what cannot be read: {type(error).__name__}: {error}", peer.state, False)
+            return
         if isinstance(message, Exited):
             self._peers[message.rank].exit_code = message.code
         elif peer is not None:
@@ -233,9 +257,14 @@ class Followers:
         for peer in peers:
             if peer.failed is not None and now - peer.seen > _CAUSE_SECONDS:
                 silent = self._silent_peer(_MISSED_BEATS * self._beat_seconds)
-                return peer.failed.message if silent is None else silent.silence_words
+                return self._lateness(peer.failed.message) if silent is None else silent.silence_words
         silent = self._silent_peer(self._time_limit)
         return None if silent is None else silent.silence_words
+
+    def _lateness(self, symptom: str) -> str:
+        """What is said where ranks wait for one that lives: what all have been doing."""
+        states = "; ".join(f"{peer.name} {peer.state}" for peer in self._peers.values())
+        return f"{symptom} (last heard: {states}); if a rank is only slow, raise --distributed-timeout-seconds"
 
     def _silent_peer(self, seconds: float) -> Peer | None:
         """The follower that has been silent for longest, if for more than so long."""

@@ -35,6 +35,13 @@ class Executor(Protocol):
         """
         ...
 
+    def rank_comm(self) -> list[dict[str, int]]:
+        """Bytes that each rank has sent to others in all steps so far, by what they were.
+
+        Raises ParallelError or EngineDeadError where a rank is lost.
+        """
+        ...
+
     def check(self) -> None:
         """Raise EngineDeadError once no step can be run any more: a rank is gone, or `close` was called."""
         ...

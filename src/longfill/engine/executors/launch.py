@@ -1,6 +1,6 @@
 """What a launcher such as torchrun says of this process in its environment.
 
-Imports errors only. Invariant: either all of it is there and makes sense, or none of it is used.
+Imports configuration and errors only. Invariant: either all of it is there and makes sense, or none of it is used.
 """
 
 from __future__ import annotations
@@ -9,9 +9,8 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from longfill.config import LAUNCH_VARIABLES
 from longfill.errors import ConfigError
-
-VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 @dataclass(frozen=True)
@@ -33,7 +32,7 @@ class Launch:
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Launch | None:
         """None where it is not all there. Raises ConfigError, naming the variable, for what makes no sense."""
-        if any(name not in environment for name in VARIABLES):
+        if any(name not in environment for name in LAUNCH_VARIABLES):
             return None
         rank, world = _count(environment, "RANK", 0), _count(environment, "WORLD_SIZE", 1)
         if rank >= world:

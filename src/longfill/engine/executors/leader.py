@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import os
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 from longfill.engine.executors.followers import Followers
@@ -37,6 +38,8 @@ class RanksExecutor:
         """
         self._followers = followers
         self._closed = False
+        self._steps = 0
+        self._comm: Counter[str] = Counter()
         # Registered last, it runs first when the process ends; finalize alone would run at a moment of its own.
         self._finalizer = weakref.finalize(self, _end, followers, os.getpid())
         atexit.register(self._finalizer)
@@ -59,9 +62,16 @@ class RanksExecutor:
         self.check()
         try:
             self._followers.send(Step(plan.requests, tuple(prompts)))
-            return self.worker.execute(plan, inputs, prompts)
+            self._steps += 1
+            result = self.worker.execute(plan, inputs, prompts)
         except BaseException as error:
             raise self._give_up(error) from None
+        self._comm.update(result.comm)
+        return result
+
+    def rank_comm(self) -> list[dict[str, int]]:
+        self.check()
+        return [dict(self._comm), *self._followers.comm(self._steps)]
 
     def check(self) -> None:
         if self._closed:

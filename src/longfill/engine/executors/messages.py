@@ -68,6 +68,14 @@ class Ready:
 
 
 @dataclass(frozen=True)
+class Done:
+    """From a follower: a step is computed."""
+
+    comm: dict[str, int]
+    """Bytes that it has sent to other ranks, by what they were."""
+
+
+@dataclass(frozen=True)
 class Beat:
     """From a follower, at intervals: it lives."""
 
@@ -98,7 +106,7 @@ class Exited:
 
 
 ToFollower = Setup | Step | Stop
-FromFollower = Here | Connecting | Ready | Beat | Failed
+FromFollower = Here | Connecting | Ready | Done | Beat | Failed
 
 
 def beat_seconds(time_limit: float) -> float:

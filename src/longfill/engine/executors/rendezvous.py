@@ -27,6 +27,7 @@ import longfill
 from longfill.config import EngineArgs, flag_name
 from longfill.engine.executors.launch import Launch
 from longfill.errors import ParallelError
+from longfill.kernels.cpu.extension import ISA_VARIABLE, describe
 from longfill.models.config import ModelConfig
 from longfill.models.hub import weights_revision
 
@@ -34,8 +35,9 @@ _LOOK_SECONDS = 0.1
 _CONNECT_SECONDS = 5.0
 _VERDICT_SECONDS = 5.0
 """What rank 0's decision may take beyond its own time limit."""
-_OWN = ("model", "num_threads")
-"""Knobs that may differ between ranks: where the files are, which are compared themselves, and how many cores."""
+_OWN = ("model", "tokenizer", "num_threads")
+"""Knobs that may differ between ranks: where the files are, of which the model's are compared themselves and the
+tokenizer's are rank 0's alone, and how many cores."""
 
 _meetings = itertools.count()
 """Every rank of a program makes its engines in the same order."""
@@ -54,6 +56,8 @@ class Hello:
     address: str
     """Where this rank listens."""
     versions: dict[str, str]
+    kernels: str
+    """Which native kernels it has; nothing where none are wanted."""
     config: str
     """Digest of the model's configuration."""
     weights: str
@@ -65,6 +69,7 @@ class Hello:
         return cls(
             launch.rank, launch.world, socket.gethostname(), os.getpid(), address,
             {"longfill": longfill.__version__, "torch": torch.__version__},
+            "" if args.kernel_backend == "reference" else describe(),
             hashlib.sha256(repr(config).encode()).hexdigest(), weights_revision(folder), knobs,
         )  # fmt: skip
 
@@ -80,6 +85,11 @@ class Hello:
             if other.versions.get(package) != version:
                 theirs = other.versions.get(package)
                 return f"runs {package} {theirs}, {self.name} runs {version}: install the same version everywhere"
+        if other.kernels != self.kernels:
+            return (
+                f"computes with {other.kernels}, {self.name} with {self.kernels}, whose bits differ: install the same "
+                f"everywhere, or set {ISA_VARIABLE} to what all have"
+            )
         for knob in sorted({*self.args, *other.args}):
             mine, theirs = self.args.get(knob), other.args.get(knob)
             if mine != theirs:

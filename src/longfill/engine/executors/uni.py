@@ -31,6 +31,9 @@ class UniExecutor:
         self.check()
         return self.worker.execute(plan, inputs, prompts)
 
+    def rank_comm(self) -> list[dict[str, int]]:
+        return [{}]
+
     def check(self) -> None:
         if self._closed:
             raise EngineDeadError(CLOSED)
