@@ -222,7 +222,7 @@ class EngineArgs:
     )
 
     num_threads: int | None = _knob(
-        None, "Compute threads (default: the cores of one NUMA node, within the cgroup's CPU quota)", low=1, high=1024
+        None, "Compute threads of a rank (default: the cores of one NUMA node, or its share of all)", low=1, high=1024
     )
     digest: bool = _knob(False, "Hash the sampled rows' fp32 logits into RequestOutput.digest")
 

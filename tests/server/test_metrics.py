@@ -15,7 +15,8 @@ READY = EngineReady(
 )  # fmt: skip
 
 NAMES = """
-longfill:client_disconnects_total longfill:computed_tokens_total longfill:engine_alive longfill:gathered_rows_total
+longfill:client_disconnects_total longfill:comm_bytes_total longfill:computed_tokens_total longfill:engine_alive
+longfill:gathered_rows_total
 longfill:memory_budget_bytes longfill:pages longfill:queued_requests longfill:queued_tokens
 longfill:requests_rejected_total longfill:rss_bytes longfill:scored_pairs_total longfill:step_seconds_total
 longfill:steps_total vllm:cache_config_info vllm:e2e_request_latency_seconds_bucket vllm:generation_tokens_total
@@ -54,6 +55,7 @@ def step(preempted: list[str]) -> StepRecord:
         pages_cached=1, pages_total=10, indexer_chunks=1, scored_pairs=500, screened_pairs=0, screen_survivors=0,
         gathered_rows=0, seconds={"index": 0.25, "step": 0.5}, requests=[], preempted=preempted, rss_bytes=8,
         num_drafts=1, num_draft_tokens=2, num_accepted_tokens=1, num_accepted_tokens_per_pos=[1],
+        rank_scored_pairs=[300, 200], comm={"new_keys": 77},
     )  # fmt: skip
 
 
@@ -103,4 +105,5 @@ def test_the_newest_ledger_says_what_is_in_use_and_rejections_are_counted_once()
     assert value(metrics, "vllm:kv_cache_usage_perc") == 0.3
     assert value(metrics, "vllm:num_requests_waiting") == 4
     assert value(metrics, "longfill:step_seconds_total", stage="index") == 0.25
+    assert value(metrics, "longfill:comm_bytes_total", what="new_keys") == 77
     assert value(metrics, "longfill:queued_tokens") == 99

@@ -64,6 +64,8 @@ def step_record(stats: StepStats) -> StepRecord:
         num_draft_tokens=stats.spec.num_draft_tokens,
         num_accepted_tokens=stats.spec.num_accepted_tokens,
         num_accepted_tokens_per_pos=stats.spec.num_accepted_tokens_per_pos,
+        rank_scored_pairs=list(stats.rank_scored_pairs),
+        comm=stats.comm,
     )
 
 

@@ -149,6 +149,10 @@ class StepRecord(msgspec.Struct, kw_only=True):
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     num_accepted_tokens_per_pos: list[int] = []
+    rank_scored_pairs: list[int] = []
+    """Of all ranks' scored pairs, each one's."""
+    comm: dict[str, int] = {}
+    """Bytes that rank 0 has sent to others, by what they were."""
 
 
 class Ledger(msgspec.Struct, array_like=True):

@@ -96,9 +96,12 @@ class Metrics:
         self._stages = Counter(
             "longfill:step_seconds", "Seconds of steps by stage", (*_LABELS, "stage"), registry=self._registry
         )
+        self._comm = Counter(
+            "longfill:comm_bytes", "Bytes that rank 0 sent to other ranks", (*_LABELS, "what"), registry=self._registry
+        )
         self._steps = self._counter("longfill:steps", "Steps")
         self._computed = self._counter("longfill:computed_tokens", "Rows computed; recomputed ones count again")
-        self._pairs = self._counter("longfill:scored_pairs", "(query, key) pairs that the indexer ranked")
+        self._pairs = self._counter("longfill:scored_pairs", "(query, key) pairs that the indexer of rank 0 ranked")
         self._gathered = self._counter("longfill:gathered_rows", "Latent rows gathered into the workspace")
         self._budget = self._gauge("longfill:memory_budget_bytes", "The engine's memory budget")
         self._budget.set(ready.memory["budget"])
@@ -124,6 +127,8 @@ class Metrics:
         self._preemptions.inc(len(step.preempted))
         for stage, seconds in step.seconds.items():
             self._stages.labels(**self._labels, stage=stage).inc(max(seconds, 0.0))
+        for what, size in step.comm.items():
+            self._comm.labels(**self._labels, what=what).inc(size)
         self._drafts.inc(step.num_drafts)
         self._draft_tokens.inc(step.num_draft_tokens)
         self._accepted.inc(step.num_accepted_tokens)
