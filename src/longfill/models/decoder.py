@@ -38,6 +38,7 @@ from longfill.models.shard_attention import ShardAttend
 from longfill.models.shards import WeightShards
 from longfill.models.sliced import add_slices
 from longfill.models.weights import AttentionWeights, IndexerWeights, LayerWeights, ModelWeights
+from longfill.parallel.group import Pending
 from longfill.parallel.mesh import Mesh
 from longfill.partition.spread import Pick
 
@@ -133,19 +134,27 @@ class Decoder:
     ) -> None:  # fmt: skip
         """hidden += attention(norm(hidden)): all rows are stored and selected for before any of them attends.
 
-        New keys of other ranks travel while queries are computed.
+        What ranks need of each other's rows travels meanwhile: latents while keys are computed, keys while queries are.
         """
         backend, w, eps, mesh = self.backend, layer.attention, self.config.rms_norm_eps, self.mesh
         x_OC = backend.rms_norm(hidden_OC, layer.input_norm, eps)
-        with self._timed("store"):
-            arriving = self._new_keys.start(index, w, x_OC, cos_AF[rows.own], sin_AF[rows.own], rows)
         with self._timed("project"):
             q_latent = x_OC
             if w.q_a is not None and w.q_a_norm is not None:
                 q_latent = backend.rms_norm(backend.linear(x_OC, w.q_a), w.q_a_norm, eps)
-            q_latent = mesh.tp.gather_rows("query_latents", q_latent, rows.tp_counts)
-        if w.indexer is not None:
-            self._select(index, w.indexer, x_OC, q_latent, rows, parts, cos_AF, sin_AF, arriving)
+            latents = mesh.tp.start_gather("query_latents", q_latent, rows.tp_counts)
+        with self._timed("store"):
+            arriving = self._new_keys.start(index, w, x_OC, cos_AF[rows.own], sin_AF[rows.own], rows)
+        with self._timed("project"):
+            head_weights: Pending | None = None
+            if w.indexer is not None:
+                # Head weights stay in fp32: rounding them to bf16 makes ties among the scores.
+                w_OI = backend.linear(x_OC, w.indexer.weights_proj, dtype=torch.float32)
+                head_weights = mesh.tp.start_gather("head_weights", w_OI, rows.tp_counts)
+            q_latent = latents.wait()
+            w_AI = None if head_weights is None else head_weights.wait()
+        if w.indexer is not None and w_AI is not None:
+            self._select(index, w.indexer, w_AI, q_latent, rows, parts, cos_AF, sin_AF, arriving)
         partial: Tensor | None = None
         if not self._shards.is_whole:
             dtype = torch.float32 if self._shards.deterministic else hidden_OC.dtype
@@ -206,16 +215,12 @@ class Decoder:
         return q_THX
 
     def _select(
-        self, index: int, w: IndexerWeights, x_OC: Tensor, q_latent: Tensor, rows: RankRows, parts: list[RowPart],
+        self, index: int, w: IndexerWeights, w_AI: Tensor, q_latent: Tensor, rows: RankRows, parts: list[RowPart],
         cos_AF: Tensor, sin_AF: Tensor, arriving: Arriving,
     ) -> None:  # fmt: skip
         """Choose each row's positions, for this layer and the shared ones behind it."""
         indexer, backend, tp = self.config.indexer, self.backend, self.mesh.tp
         assert indexer is not None
-        with self._timed("project"):
-            # Head weights stay in fp32: rounding them to bf16 makes ties among the scores.
-            w_OI = backend.linear(x_OC, w.weights_proj, dtype=torch.float32)
-            w_AI = tp.gather_rows("head_weights", w_OI, rows.tp_counts)
         for part in parts:
             cache = self.caches.index[index]
             if part.context is not None:
