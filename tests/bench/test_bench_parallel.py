@@ -74,8 +74,9 @@ def test_a_prefill_is_run_on_real_ranks_and_its_exchanges_are_shown(folder):
         assert found["tokens_per_s"] == 150 / found["seconds"]
         assert found["ratio"] == one["seconds"] / found["seconds"]
         assert found["stage_seconds"]["step"] <= found["seconds"]
-        # Two layers that score, and rows that have more keys than top-k.
-        assert sum(found["rank_scored_pairs"]) == 2 * sum(range(17, 151))
+        # Two layers that score, and rows that have more keys than top-k; so few of them are not shared out over TP.
+        times = 2 if found is tp else 1
+        assert sum(found["rank_scored_pairs"]) == times * 2 * sum(range(17, 151))
     assert (one["comm"], one["wait_seconds"], one["same_bits"]) == ({}, 0.0, None)
     assert (pcp["same_bits"], pcp["same_tokens"]) == (True, True)
     assert (one["ranks"], pcp["ranks"], len(pcp["rank_scored_pairs"])) == (1, 2, 2)
