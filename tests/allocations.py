@@ -56,13 +56,14 @@ def selfcheck() -> Allocations:
 def count_native(run: Callable[[], Any]) -> int:
     """Bytes by which the process's resident memory rose at most while `run` ran (Linux, glibc).
 
-    Memory that was reserved before and is written for the first time counts too.
+    Memory that was reserved before and is written for the first time counts too. Pages of files do not: those of
+    libraries come back whenever the system has taken them, and are nothing that `run` allocates.
     """
     ctypes.CDLL(None).malloc_trim(0)  # what malloc kept of memory freed before would serve `run` without being counted
     Path("/proc/self/clear_refs").write_text("5")  # the high-water mark becomes what is resident now
-    before = _status("VmRSS")
+    before, files = _status("VmRSS"), _status("RssFile")
     run()
-    return max(0, _status("VmHWM") - before)
+    return max(0, _status("VmHWM") - before - max(0, _status("RssFile") - files))
 
 
 def _status(name: str) -> int:

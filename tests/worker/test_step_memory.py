@@ -211,7 +211,7 @@ def native_peaks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @needs_native
-@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("threads", [1, 2, 3])
 def test_mem_01_native_scores_are_never_written_down(
     folder: Path, monkeypatch: pytest.MonkeyPatch, threads: int
 ) -> None:
@@ -303,7 +303,7 @@ def test_mem_02_the_worst_step_takes_what_the_plan_grants(
 
 
 @needs_native
-@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("threads", [1, 2, 3])
 def test_mem_02_what_native_calls_take_is_in_the_plan(
     folder: Path, monkeypatch: pytest.MonkeyPatch, threads: int
 ) -> None:
