@@ -295,14 +295,17 @@ class EngineArgs:
         return self.tensor_parallel_size * self.prefill_context_parallel_size
 
     @property
+    def is_launched(self) -> bool:
+        """Whether a launcher has started all ranks. One that starts a single process may be anything's, a container's
+        too, and that process starts its own."""
+        if self.distributed_executor_backend != "auto":
+            return self.distributed_executor_backend == "external_launcher"
+        return all(name in os.environ for name in LAUNCH_VARIABLES) and os.environ["WORLD_SIZE"] != "1"
+
+    @property
     def local_ranks(self) -> int:
         """Those of them on this machine: all, unless the launcher that has started them says otherwise."""
-        started = self.distributed_executor_backend == "external_launcher" or (
-            self.distributed_executor_backend == "auto"
-            and all(name in os.environ for name in LAUNCH_VARIABLES)
-            and os.environ["WORLD_SIZE"] != "1"
-        )
-        local = os.environ.get("LOCAL_WORLD_SIZE", "") if started else ""
+        local = os.environ.get("LOCAL_WORLD_SIZE", "") if self.is_launched else ""
         return int(local) if local.isdigit() and int(local) > 0 else self.num_ranks
 
     @property

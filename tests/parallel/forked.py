@@ -6,13 +6,10 @@ For tests only. Everything behind the start is the executor's own; how it starts
 from __future__ import annotations
 
 import multiprocessing
-import socket
-from multiprocessing.connection import Connection
 from multiprocessing.reduction import DupFd
 from typing import Any
 
 from longfill.engine.executors import spawn
-from longfill.engine.executors.sockets import limit_sends
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["longfill.engine.executors.spawn"])
@@ -21,16 +18,9 @@ _CONTEXT.set_forkserver_preload(["longfill.engine.executors.spawn"])
 class ForkedProcesses(spawn.Processes):
     """`Processes` that forks what it would run anew."""
 
-    def __init__(self, size: int, *, time_limit: float) -> None:
-        pairs = [socket.socketpair() for _ in range(size)]
-        files = [theirs.fileno() for _, theirs in pairs]
+    def _start(self, files: list[int], time_limit: float) -> None:
         self._forked = _CONTEXT.Process(target=_Serve(files, time_limit))
         self._forked.start()
-        for ours, theirs in pairs:
-            theirs.close()
-            limit_sends(ours, time_limit)
-        self.notices, *ranks = [Connection(ours.detach()) for ours, _ in pairs]
-        self.connections = dict(enumerate(ranks, start=1))
 
     def end(self) -> None:
         self.notices.close()

@@ -65,6 +65,11 @@ def gather(link: Link, counts: list[int], width: int, dtype: torch.dtype, form: 
     given_rows = mine.t().contiguous().t() if width > 1 else mine
     if form == "gather_rows":
         got = group.gather_rows("kv", given_rows, counts)
+    elif form == "in place":
+        out, first = torch.full_like(whole, 77), sum(counts[: group.rank])
+        own = out[first : first + counts[group.rank]].copy_(given_rows)
+        got = group.gather_rows("kv", own, counts, out=out)
+        assert group.size == 1 or got is out
     elif form == "start_gather":
         held = given_rows.clone()
         pending = group.start_gather("kv", held, counts)
@@ -84,7 +89,7 @@ def gather(link: Link, counts: list[int], width: int, dtype: torch.dtype, form: 
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("form", ["gather_rows", "start_gather", "to_first"])
+@pytest.mark.parametrize("form", ["gather_rows", "in place", "start_gather", "to_first"])
 @pytest.mark.parametrize("counts", [[3], [2, 5], [0, 4], [1, 0, 3], [2, 2, 2, 2], [0, 7, 0, 1], [0, 0, 0, 0]], ids=str)
 def test_a_gather_gives_every_members_rows_in_order_and_counts_what_was_sent(
     ranks: Ranks, counts: list[int], form: str, dtype: torch.dtype

@@ -20,6 +20,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -40,6 +41,7 @@ from longfill.models.sliced import add_slices
 from longfill.models.weights import AttentionWeights, IndexerWeights, LayerWeights, ModelWeights
 from longfill.parallel.group import Pending
 from longfill.parallel.mesh import Mesh
+from longfill.partition.lengths import even_cuts
 from longfill.partition.spread import Pick
 
 SelectionHook = Callable[[int, Tensor], None]
@@ -109,9 +111,7 @@ class Decoder:
         own_SV = self.backend.linear(hidden_SC, head).float()
         if mesh.tp.size == 1:
             return own_SV
-        size = self.config.vocab_size
-        ends = [size * (rank + 1) // mesh.tp.size for rank in range(mesh.tp.size)]
-        counts = [end - first for first, end in zip([0, *ends], ends, strict=False)]
+        counts = [end - first for first, end in pairwise(even_cuts(self.config.vocab_size, mesh.tp.size))]
         logits_VS = mesh.tp.to_first("logits", own_SV.T.contiguous(), counts)
         return None if logits_VS is None else logits_VS.T.contiguous()
 
@@ -239,8 +239,8 @@ class Decoder:
         if rows.score_counts is not None:
             with self._timed("index"):
                 (only,) = parts
-                chosen = tp.gather_rows("selection", self.attend.selection_TK[only.scored], rows.score_counts)
-                self.attend.selection_TK.copy_(chosen)
+                selection_TK = self.attend.selection_TK
+                tp.gather_rows("selection", selection_TK[only.scored], rows.score_counts, out=selection_TK)
         if self.on_selection is not None:
             self.on_selection(index, self.attend.selection_TK)
 

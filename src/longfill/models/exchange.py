@@ -62,10 +62,14 @@ class NewKeys:
             self._write(w, x_OC, cos_OF, sin_OF, latent, index, rows.slots_K)
             return Arriving(self._backend, [], rows, None)
         count = x_OC.shape[0]
-        message_OM, own_latent, own_index = _message(latent, index, count)
-        self._write(w, x_OC, cos_OF, sin_OF, own_latent, own_index, torch.arange(count))
-        parts = [latent.rows_NBX] if index is None else [latent.rows_NBX, *_parts(index)]
-        return Arriving(self._backend, parts, rows, self._group.start_gather("new_keys", message_OM, rows.held))
+        parts = _parts(latent, index)
+        message_TM = torch.empty(sum(rows.held), sum(part.shape[2] for part in parts), dtype=torch.uint8)
+        first = sum(rows.held[: self._group.rank])
+        message_OM = message_TM[first : first + count]
+        if count:
+            self._write(w, x_OC, cos_OF, sin_OF, *_inside(message_OM, latent, index), torch.arange(count))
+        pending = self._group.start_gather("new_keys", message_OM, rows.held, out=message_TM)
+        return Arriving(self._backend, parts, rows, pending)
 
     def _write(
         self, w: AttentionWeights, x_OC: Tensor, cos_OF: Tensor, sin_OF: Tensor, latent: LatentCache,
@@ -86,28 +90,21 @@ class NewKeys:
         )  # fmt: skip
 
 
-def _parts(index: IndexCache) -> list[Tensor]:
-    """uint8 [N, B, X]: keys, and their scales where there are any."""
+def _parts(latent: LatentCache, index: IndexCache | None) -> list[Tensor]:
+    """uint8 [N, B, X]: latent rows, index keys, and their scales where there are any: what a message's row holds."""
+    if index is None:
+        return [latent.rows_NBX]
     scales_NB = index.scales_NB
-    return [index.values_NBX] if scales_NB is None else [index.values_NBX, scales_NB[..., None].view(torch.uint8)]
+    scales = [] if scales_NB is None else [scales_NB[..., None].view(torch.uint8)]
+    return [latent.rows_NBX, index.values_NBX, *scales]
 
 
-def _message(
-    latent: LatentCache, index: IndexCache | None, count: int
-) -> tuple[Tensor, LatentCache, IndexCache | None]:
-    """uint8 [O, M]: latent row, index key and its scale side by side; and caches of one page that lie in it."""
-    message_1OM = torch.empty(1, max(count, 1), message_bytes(latent, index), dtype=torch.uint8)
-    end = latent.rows_NBX.shape[2]
+def _inside(message_OM: Tensor, latent: LatentCache, index: IndexCache | None) -> tuple[LatentCache, IndexCache | None]:
+    """Caches of one page that lie in a message, whose rows are latent row, index key and its scale side by side."""
+    message_1OM, end = message_OM[None], latent.rows_NBX.shape[2]
     own_latent = dataclasses.replace(latent, rows_NBX=message_1OM[..., :end])
     if index is None:
-        return message_1OM[0, :count], own_latent, None
+        return own_latent, None
     first, end = end, end + index.values_NBX.shape[2]
     scales = None if index.scales_NB is None else message_1OM[..., end:].view(torch.float32)[..., 0]
-    own_index = dataclasses.replace(index, values_NBX=message_1OM[..., first:end], scales_NB=scales)
-    return message_1OM[0, :count], own_latent, own_index
-
-
-def message_bytes(latent: LatentCache, index: IndexCache | None) -> int:
-    """M of a layer's messages."""
-    parts = [latent.rows_NBX] if index is None else [latent.rows_NBX, *_parts(index)]
-    return sum(part.shape[2] for part in parts)
+    return own_latent, dataclasses.replace(index, values_NBX=message_1OM[..., first:end], scales_NB=scales)

@@ -15,6 +15,7 @@ Suffixes: O rows that this rank holds · M rows that have come · S outputs, one
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -23,7 +24,8 @@ from longfill.kernels.backend import Backend
 from longfill.kernels.interface import ExpertChoice, Mlp
 from longfill.models.weights import MoeWeights
 from longfill.parallel.group import Group
-from longfill.partition.comm import expert_ends, expert_rounds, sends_fixed_buffers
+from longfill.partition.comm import expert_rounds, sends_fixed_buffers
+from longfill.partition.lengths import even_cuts
 
 
 class ExpertParallel:
@@ -35,10 +37,10 @@ class ExpertParallel:
         self._backend = backend
         self._choice = choice
         self._form = form
-        ends = expert_ends(num_experts, group.size)
-        self._ends = torch.tensor(ends)
-        self._held = [end - first for first, end in zip([0, *ends], ends, strict=False)]
-        self._first = ends[group.rank] - self._held[group.rank]
+        cuts = even_cuts(num_experts, group.size)
+        self._ends = torch.tensor(cuts[1:])
+        self._held = [end - first for first, end in pairwise(cuts)]
+        self._first = cuts[group.rank]
 
     def __call__(self, x_OC: Tensor, weights: MoeWeights, most_rows: int) -> Tensor:
         """[O, C] in the dtype of x: all chosen experts and the shared one. `most_rows`: the largest O of all ranks."""
@@ -48,22 +50,23 @@ class ExpertParallel:
         shared_OC = None if own.shared is None else self._backend.mlp(x_OC, own.shared, dtype=torch.float32)
         num_experts, row_bytes = sum(self._held), x_OC.shape[1] * x_OC.element_size()
         fixed = sends_fixed_buffers(self._form, most_rows, num_experts=num_experts, row_bytes=row_bytes)
-        send = self._fixed if fixed else self._by_rank
         outputs = num_experts if fixed else self._choice.experts_per_token * self._group.size
         rounds = expert_rounds(most_rows, hidden=x_OC.shape[1], outputs=outputs)
         out_OC, first = torch.empty_like(x_OC), 0
         for rows in rounds:
             at = slice(first, min(first + rows, x_OC.shape[0]))
-            y_SC, slots_OK = send(x_OC[at], ids_OK[at], own.experts, rows)
+            if fixed:
+                y_SC, slots_OK = self._fixed(x_OC[at], ids_OK[at], own.experts, rows)
+            else:
+                y_SC, slots_OK = self._by_rank(x_OC[at], ids_OK[at], own.experts)
             out_OC[at] = self._backend.fold_experts(
                 y_SC, slots_OK, factors_OK[at], None if shared_OC is None else shared_OC[at], dtype=x_OC.dtype
             )
             first += rows
         return out_OC
 
-    def _by_rank(self, x_OC: Tensor, ids_OK: Tensor, experts: Sequence[Mlp], rows: int) -> tuple[Tensor, Tensor]:
+    def _by_rank(self, x_OC: Tensor, ids_OK: Tensor, experts: Sequence[Mlp]) -> tuple[Tensor, Tensor]:
         """Each row once to every rank that has an expert of it."""
-        del rows
         group = self._group
         owner_OK = torch.searchsorted(self._ends, ids_OK, right=True)
         rows_of = [(owner_OK == rank).any(1).nonzero()[:, 0] for rank in range(group.size)]

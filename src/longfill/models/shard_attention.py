@@ -87,6 +87,8 @@ class ShardAttend:
 
     def _for_each(self, part_HT: Tensor) -> Tensor:
         """[W h, T, ...]: the heads of every rank of the group, one after the other."""
+        if self._head_blocks == list(range(len(self._head_blocks))):
+            return part_HT
         heads = part_HT.shape[0] // (max(self._head_blocks) + 1)
         return torch.cat([part_HT[block * heads : (block + 1) * heads] for block in self._head_blocks])
 

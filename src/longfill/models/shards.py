@@ -1,7 +1,7 @@
 """Which parts of a model's weights a rank holds.
 
-Imports config and errors of the house only. Invariant: the parts of all ranks are the whole, each output row and each
-expert once; slices of an inner width are numbered alike on every number of ranks.
+May import config, errors and `partition.lengths`. Invariant: the parts of all ranks are the whole, each output row and
+each expert once; slices of an inner width are numbered alike on every number of ranks.
 
 Column-parallel weights (query heads, the gate and up of an MLP, the head) are cut along their outputs: every output
 keeps its bits. Row-parallel ones (what attention and an MLP put out) are cut along their inputs, and their partial
@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from longfill.config import DETERMINISTIC_SLICES
 from longfill.errors import ConfigError
+from longfill.partition.lengths import even_cuts
 
 
 @dataclass(frozen=True)
@@ -41,19 +42,23 @@ class WeightShards:
 
     def outputs(self, size: int) -> range:
         """Its contiguous part of `size` outputs."""
-        return range(size * self.tp_rank // self.tp_size, size * (self.tp_rank + 1) // self.tp_size)
+        return _part(size, self.tp_rank, self.tp_size)
 
     def slices(self, size: int) -> list[range]:
         """Its slices of an inner width; empty ones where the width is less than the number of slices."""
         count = self.num_slices
-        own = range(count * self.tp_rank // self.tp_size, count * (self.tp_rank + 1) // self.tp_size)
-        return [range(size * i // count, size * (i + 1) // count) for i in own]
+        return [_part(size, i, count) for i in _part(count, self.tp_rank, self.tp_size)]
 
     def experts(self, count: int) -> range:
         """The experts that it holds, wholly or in part."""
         if not self.expert_parallel:
             return range(count)
-        return range(count * self.ep_rank // self.ep_size, count * (self.ep_rank + 1) // self.ep_size)
+        return _part(count, self.ep_rank, self.ep_size)
+
+
+def _part(size: int, rank: int, ranks: int) -> range:
+    cuts = even_cuts(size, ranks)
+    return range(cuts[rank], cuts[rank + 1])
 
 
 def check_heads(num_heads: int, tp_size: int) -> None:

@@ -51,22 +51,29 @@ class Group:
         self._link = link
         self._comm = comm
 
-    def gather_rows(self, what: str, x: Tensor, counts: Sequence[int]) -> Tensor:
-        """[sum(counts), ...]: every member's rows one after the other; `x` is [counts[rank], ...], of any dtype."""
-        return self._start_gather("gather_rows", what, x, counts).wait()
+    def gather_rows(self, what: str, x: Tensor, counts: Sequence[int], *, out: Tensor | None = None) -> Tensor:
+        """[sum(counts), ...]: every member's rows one after the other; `x` is [counts[rank], ...], of any dtype.
 
-    def start_gather(self, what: str, x: Tensor, counts: Sequence[int]) -> Pending:
-        """`gather_rows` that begins at once and is waited for later. `x` may be overwritten meanwhile."""
-        return self._start_gather("start_gather", what, x, counts)
+        `out`: a contiguous tensor for the result, of which `x` may be the own part already.
+        """
+        return self._start_gather("gather_rows", what, x, counts, out).wait()
 
-    def _start_gather(self, name: str, what: str, x: Tensor, counts: Sequence[int]) -> Pending:
+    def start_gather(self, what: str, x: Tensor, counts: Sequence[int], *, out: Tensor | None = None) -> Pending:
+        """`gather_rows` that begins at once and is waited for later. Meanwhile `x` may be overwritten, unless it is a
+        part of `out`."""
+        return self._start_gather("start_gather", what, x, counts, out)
+
+    def _start_gather(self, name: str, what: str, x: Tensor, counts: Sequence[int], out: Tensor | None) -> Pending:
         self._check(name, what, x, counts, own=True)
         if self.size == 1:
             return Pending(self, what, name, (), x)
         starts = _starts(counts)
-        out = x.new_empty((starts[-1], *x.shape[1:]))
+        if out is None:
+            out = x.new_empty((starts[-1], *x.shape[1:]))
         parts = [out[a:b] for a, b in pairwise(starts)]
-        own = parts[self.rank].copy_(x)
+        own = parts[self.rank]
+        if own.data_ptr() != x.data_ptr():
+            own.copy_(x)
         transfers = [
             *self._receives(what, name, lambda member: parts[member]),
             *self._sends(what, name, lambda _: own),

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from longfill.partition.dcp import dcp_local_lens
-from longfill.partition.lengths import Int64Array
+from longfill.partition.lengths import Int64Array, even_cuts
 from longfill.partition.spread import Cut, Pick
 from longfill.partition.step import StepPlan
 
@@ -95,7 +95,7 @@ def collect_comm(pick: Pick, cut: Cut, sizes: CommSizes) -> Counter[str]:
     rows = shape.group("rows", cut.rank)
     total = Counter(hidden=pick.counts[rows.index(cut.rank)] * sizes.hidden * sizes.element_bytes * (len(rows) - 1))
     if 0 < cut.rank < shape.tp:
-        own = sizes.vocab * (cut.rank + 1) // shape.tp - sizes.vocab * cut.rank // shape.tp
+        own = int(np.diff(even_cuts(sizes.vocab, shape.tp))[cut.rank])
         total["logits"] = own * sum(pick.counts) * FLOAT_BYTES
     return +total
 
@@ -197,15 +197,10 @@ def sends_fixed_buffers(form: str, most_rows: int, *, num_experts: int, row_byte
     return most_rows * num_experts * row_bytes <= FIXED_BUFFER_BYTES
 
 
-def expert_ends(num_experts: int, ranks: int) -> tuple[int, ...]:
-    """One past the last expert of each rank; the ranges are contiguous and of almost equal size."""
-    return tuple(num_experts * (rank + 1) // ranks for rank in range(ranks))
-
-
 def fixed_expert_comm(rounds: Sequence[int], cut: Cut, sizes: CommSizes) -> Counter[str]:
     """Bytes of one layer's experts in the low-latency form; `rounds`: places for each expert, round by round."""
     group = cut.shape.group("ep", cut.rank)
-    held = np.diff(expert_ends(sizes.num_experts, len(group)), prepend=0)
+    held = np.diff(even_cuts(sizes.num_experts, len(group)))
     own = int(held[group.index(cut.rank)])
     others = sizes.num_experts - own
     places = sum(rounds)
@@ -220,7 +215,7 @@ def expert_comm(ids: Sequence[Int64Array], cut: Cut, sizes: CommSizes, num_round
     """The same in the high-throughput form. `ids`: int64 [O, K] of every rank of the group, the experts of its rows."""
     group = cut.shape.group("ep", cut.rank)
     me = group.index(cut.rank)
-    ends = np.array(expert_ends(sizes.num_experts, len(group)))
+    ends = np.array(even_cuts(sizes.num_experts, len(group))[1:])
     owners = [np.searchsorted(ends, rank_ids, side="right") for rank_ids in ids]
     sent = sum(int((owners[me] == rank).any(1).sum()) for rank in range(len(group)) if rank != me)
     returned = sum(int((owners[rank] == me).sum()) for rank in range(len(group)) if rank != me)

@@ -48,6 +48,11 @@ def positive(name: str, value: int) -> int:
     return value
 
 
+def even_cuts(size: int, ranks: int) -> tuple[int, ...]:
+    """[ranks + 1]: bounds of contiguous parts of almost equal size, from 0 to `size`."""
+    return tuple(size * rank // ranks for rank in range(ranks + 1))
+
+
 def row_starts(lens: Int64Array) -> Int64Array:
     """int64 [R+1]: first row of each request, then the number of rows."""
     starts = np.zeros(lens.size + 1, dtype=np.int64)

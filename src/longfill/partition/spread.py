@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from longfill.partition.lengths import Int64Array, row_starts
+from longfill.partition.lengths import Int64Array, even_cuts, row_starts
 from longfill.partition.mesh import MeshShape
 from longfill.partition.pcp import Split, pcp_layout
 
@@ -112,7 +112,7 @@ def spread(query_lens: Int64Array, is_decode: Sequence[bool], cut: Cut) -> Share
         rank_rows, replicated = layout.rank_rows, range(len(layout.replicated))
         assert layout.replicated == tuple(replicated), "requests that are not split come first"
     place = shape.place(cut.rank)
-    cuts = [_even_cuts(rows.size, shape.tp) for rows in rank_rows]
+    cuts = [even_cuts(rows.size, shape.tp) for rows in rank_rows]
     held = tuple(int(n) for bounds in cuts for n in np.diff(bounds))
     gathered = np.concatenate(rank_rows)
     order = np.empty(num_rows, dtype=np.int64)
@@ -121,14 +121,9 @@ def spread(query_lens: Int64Array, is_decode: Sequence[bool], cut: Cut) -> Share
     return Share(
         rows=rank_rows[place["pcp"]],
         rank_rows=rank_rows,
-        own=slice(int(mine[place["tp"]]), int(mine[place["tp"] + 1])),
+        own=slice(mine[place["tp"]], mine[place["tp"] + 1]),
         tp_counts=tuple(int(n) for n in np.diff(mine)),
         held=held,
         order=order,
         whole_rows=int(query_lens[list(replicated)].sum()) if shape.dcp > 1 else 0,
     )
-
-
-def _even_cuts(rows: int, ranks: int) -> Int64Array:
-    """int64 [ranks + 1]: bounds of contiguous parts of almost equal size."""
-    return np.arange(ranks + 1, dtype=np.int64) * rows // ranks

@@ -47,8 +47,7 @@ def executor_backend(args: EngineArgs) -> Literal["uni", "mp", "external_launche
     if backend == "uni" and ranks > 1:
         raise ConfigError(f"{_FLAG} uni runs one rank, but {_sizes(args)} need {ranks}: leave one of them out")
     if backend == "auto":
-        launch = Launch.from_environment()
-        if launch is None or launch.world == 1:
+        if not args.is_launched:
             return "uni" if ranks == 1 else "mp"
         backend = "external_launcher"
     if backend == "external_launcher":
@@ -62,15 +61,12 @@ def executor_backend(args: EngineArgs) -> Literal["uni", "mp", "external_launche
 
 
 def mesh_shape(args: EngineArgs) -> MeshShape:
-    """The mesh that the sizes make. Raises ConfigError for ones that make none."""
-    try:
-        return MeshShape(
-            tp=args.tensor_parallel_size,
-            pcp=args.prefill_context_parallel_size,
-            dcp=args.decode_context_parallel_size,
-        )
-    except ValueError as error:
-        raise ConfigError(f"--decode-context-parallel-size: {error}") from None
+    """The mesh that the sizes make."""
+    return MeshShape(
+        tp=args.tensor_parallel_size,
+        pcp=args.prefill_context_parallel_size,
+        dcp=args.decode_context_parallel_size,
+    )
 
 
 def _launch() -> Launch:

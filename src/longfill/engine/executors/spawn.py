@@ -70,7 +70,15 @@ class Processes:
     def __init__(self, size: int, *, time_limit: float) -> None:
         """Start them. `time_limit` bounds how long a message to one of them may take."""
         pairs = [socket.socketpair() for _ in range(size)]
-        files = [theirs.fileno() for _, theirs in pairs]
+        self._start([theirs.fileno() for _, theirs in pairs], time_limit)
+        for ours, theirs in pairs:
+            theirs.close()
+            limit_sends(ours, time_limit)
+        self.notices, *ranks = [Connection(ours.detach()) for ours, _ in pairs]
+        """Brings `Exited`. Closing it ends all."""
+        self.connections = dict(enumerate(ranks, start=1))
+
+    def _start(self, files: list[int], time_limit: float) -> None:
         # NumPy's BLAS would start a thread, which no fork takes along, and which no kernel here uses.
         environment = os.environ | {"OPENBLAS_NUM_THREADS": "1"}
         self._process = subprocess.Popen(
@@ -78,12 +86,6 @@ class Processes:
             stdin=subprocess.DEVNULL, pass_fds=files, env=environment,
             process_group=0,  # of its own: Ctrl-C is for rank 0 to decide on, and one signal can end all of them
         )  # fmt: skip
-        for ours, theirs in pairs:
-            theirs.close()
-            limit_sends(ours, time_limit)
-        self.notices, *ranks = [Connection(ours.detach()) for ours, _ in pairs]
-        """Brings `Exited`. Closing it ends all."""
-        self.connections = dict(enumerate(ranks, start=1))
 
     def end(self) -> None:
         """End those that are left, and reap them all."""
